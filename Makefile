@@ -8,7 +8,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults rewriting-faults test-wheel lint hooks mutants soak docs build release environments benchmarks cpu-tables clean
+.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint hooks mutants soak docs build release environments benchmarks cpu-tables clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -49,9 +49,6 @@ native-sanitizers: $(VENV)/installed  ## run the native codec under the sanitize
 
 native-faults: $(VENV)/installed  ## make deliberate faults in the native codec and report what nothing notices (10 minutes)
 	$(RUN) -m tests.native_faults $(ARGS)
-
-rewriting-faults: $(VENV)/installed  ## make deliberate faults in dq.compress and report what nothing notices (20 minutes)
-	$(RUN) -m tests.rewriting_faults $(ARGS)
 
 test-wheel:  ## try the wheel in wheels/ with the tests of the native codec, away from the sources
 	rm -rf build/wheel && mkdir -p build/wheel && cp -r tests benchmarks pyproject.toml build/wheel

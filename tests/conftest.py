@@ -27,7 +27,6 @@ collect_ignore = [
     "mutants.py",
     "soak",
     "native_faults",
-    "rewriting_faults",
     "support/powersgd_worker.py",
 ]
 # Third-party trainers have environments of their own: see `make test-trainers`.

@@ -14,8 +14,10 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
-from dynamiq_jax._rewriting.steps import Evaluate, Reduce
+from dynamiq_jax._rewriting.nodes import Reader
+from dynamiq_jax._rewriting.origins import origins_of
+from dynamiq_jax._rewriting.schedule import schedule
+from dynamiq_jax._rewriting.steps import Compute, Reduce
 from dynamiq_jax._rewriting.sums import Selection
 from pallas_kernels._jax import equations
 
@@ -64,14 +66,14 @@ def columns() -> tuple[list[Box], list[Box]]:
         Box((_line(next(sums), before=True),), EXACT) if equation.primitive.name == "psum" else None
         for equation in equations.opened(inner)[0].eqns
     )
-    scheduler = Scheduler(Selection("data", dq.Options().exact_below))
-    (entered,) = scheduler.schedule(traced, Surroundings()).steps
+    reader = Reader(Selection("data", dq.Options().exact_below))
+    (entered,) = schedule(origins_of(traced), reader, {}).steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))
 
 
 def _after(step: Any, report: Any) -> Box | None:
-    if isinstance(step, Evaluate):
+    if isinstance(step, Compute):
         return None
     assert isinstance(step, Reduce)
     return Box(tuple(_line(each, before=False) for each in report.sums), GROUP)

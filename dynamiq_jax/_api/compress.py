@@ -9,7 +9,7 @@ from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._rewriting.compressed_step import CompressedStep
-from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
@@ -107,5 +107,5 @@ def compress(
         )
     compression = resolve(method, topology, options, stateless="compress")
     selection = Selection(axis_name, options.exact_below, only, operations)
-    evaluation = Evaluation(selection, compression, specs)
-    return CompressedStep(fun, key, evaluation, in_specs=in_specs, missing_ok=missing_ok)
+    evaluator = Evaluator(selection, compression, specs)
+    return CompressedStep(fun, key, evaluator, in_specs=in_specs, missing_ok=missing_ok)

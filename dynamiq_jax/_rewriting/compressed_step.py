@@ -14,12 +14,13 @@ from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.contractions import Marker, workers_of
-from dynamiq_jax._rewriting.evaluate import Evaluation
+from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.inner import specs_of_shardings
+from dynamiq_jax._rewriting.nodes import Reader
 from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.rows import rows_of_spec
-from dynamiq_jax._rewriting.schedule import Scheduler, Surroundings
+from dynamiq_jax._rewriting.schedule import schedule
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import Selection
 from pallas_kernels._jax import compat, equations
@@ -34,7 +35,6 @@ class _Program:
     """Step that is traced and scheduled for some arguments."""
 
     schedule: EvaluationSchedule
-    exact: list[KeptSum]
     results: Leaves  # without arrays
     changed: int  # arrays of objects among the results
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
@@ -58,14 +58,14 @@ class CompressedStep:
         self,
         fun: Callable[..., Any],
         key: Any,
-        evaluation: Evaluation,
+        evaluator: Evaluator,
         *,
         in_specs: Any = None,
         missing_ok: bool = False,
     ):
         self._fun = fun
         self._key = key
-        self._evaluation = evaluation
+        self._evaluator = evaluator
         self._in_specs = in_specs
         self._missing_ok = missing_ok
         # By all that a program depends on but types of arrays, for which `jax.jit` has programs.
@@ -91,11 +91,11 @@ class CompressedStep:
         make = functools.partial(
             CompressedStep, in_specs=self._in_specs, missing_ok=self._missing_ok
         )
-        return make, (self._fun, self._key, self._evaluation)
+        return make, (self._fun, self._key, self._evaluator)
 
     @override
     def __repr__(self) -> str:
-        axis_name = self._evaluation.selection.axis_name
+        axis_name = self._evaluator.selection.axis_name
         return f"dq.compress({self._fun!r}, {axis_name!r})"
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class CompressedStep:
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: _Program) -> CompressReport:
-        return report_of(tuple(program.schedule.groups()), program.exact, self._evaluation)
+        return report_of(program.schedule, self._evaluator)
 
     def _jitted(self, leaves: Leaves) -> Any:
         """Return the jitted step with compressed sums for arguments as they are placed."""
@@ -198,7 +198,7 @@ class CompressedStep:
         if self._key is not None and any(program.schedule.groups()):
             (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
             key = check_key(self._key(*args, **kwargs), ())
-        results = self._evaluation.run(program.schedule, key, *leaves.arrays)
+        results = self._evaluator.run(program.schedule, key, *leaves.arrays)
         return _Results(tuple(results), program)
 
     @staticmethod
@@ -237,7 +237,7 @@ class CompressedStep:
             )
             raise
         self._check_unchanged()
-        selection = self._evaluation.selection
+        selection = self._evaluator.selection
         known = [
             before if given is None else given
             for before, given in zip(shardings, equations.in_shardings(traced), strict=True)
@@ -249,14 +249,16 @@ class CompressedStep:
         if workers is not None:
             rows = [rows_of_spec(spec or (), workers.axis) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
-        scheduler = Scheduler(selection, opens_outermost=self._is_jitted)
-        around = Surroundings(input_specs={i: s for i, s in enumerate(specs) if s is not None})
-        schedule = scheduler.schedule(origins_of(traced), around)
-        if not (self._missing_ok or any(schedule.groups())):
-            raise ValueError(_nothing_to_compress(selection, scheduler.exact))
+        made = schedule(
+            origins_of(traced),
+            Reader(selection, opens_outermost=self._is_jitted),
+            {i: spec for i, spec in enumerate(specs) if spec is not None},
+        )
+        if not (self._missing_ok or any(made.groups())):
+            raise ValueError(_nothing_to_compress(selection, list(made.exact())))
         donated = tuple(equations.donated_inputs(traced))
         results, changed = apart
-        return _Program(schedule, scheduler.exact, results, changed, donated)
+        return _Program(made, results, changed, donated)
 
     def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
         """Return the specs of the arrays of arguments: those of the user, or of shardings."""

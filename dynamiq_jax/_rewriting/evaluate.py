@@ -14,14 +14,13 @@ from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
 from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import inner, unreduced
-from dynamiq_jax._rewriting.nodes import Constant, Key
+from dynamiq_jax._rewriting.nodes import Constant, Value
 from dynamiq_jax._rewriting.steps import (
+    Compute,
     Enter,
-    Evaluate,
     EvaluationSchedule,
     Messages,
     Reduce,
-    SumExactly,
 )
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
@@ -30,7 +29,7 @@ from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluator:
     """Rules for the compressed sums of a program."""
 
     selection: Selection
@@ -45,24 +44,21 @@ class Evaluation:
           key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
           values: inputs of the program.
         """
-        known: dict[Key, Any] = dict(schedule.constants)
+        known: dict[Value, Any] = dict(schedule.constants)
         known.update(zip(schedule.inputs, values, strict=True))
 
-        def read(each: Key) -> Any:
+        def read(each: Value) -> Any:
             return each.value if isinstance(each, Constant) else known[each]
 
         results: Sequence[Any]
         for step in schedule.steps:
             match step:
-                case Evaluate():
+                case Compute():
                     results = _in_order(step.function, list(map(read, step.inputs)), step.messages)
                     known.update(zip(step.outputs, results, strict=True))
                 case Enter():
                     results = self._enter(step, key, list(map(read, step.inputs)))
                     known.update(zip(step.outputs, results, strict=True))
-                case SumExactly():
-                    results = _sum_exactly(step, [read(each.operand) for each in step.members])
-                    known.update(zip((e.result for e in step.members), results, strict=True))
                 case Reduce():
                     results = self._reduce(step, [read(each.operand) for each in step.members], key)
                     known.update(zip((e.result for e in step.members), results, strict=True))
@@ -104,7 +100,7 @@ class Evaluation:
             return total
 
         if (workers := group.members[0].workers) is not None:
-            results = group.by_path(each.result.variable for each in group.members)
+            results = group.by_path(each.result.var for each in group.members)
             parts = group.by_path(each.part for each in group.members)
             totals = unreduced.reduced(compressed, tree, results, workers, parts)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
@@ -144,16 +140,6 @@ class Evaluation:
         if any(each.spec is None for each in members if each.why_exact is None):
             raise unknown_specs(group.automatic)
         return group.by_path(known)
-
-
-def _sum_exactly(step: SumExactly, terms: Sequence[Any]) -> Sequence[Any]:
-    if (workers := step.members[0].workers) is not None:
-        return [
-            unreduced.total(each, member.result.variable, workers)
-            for each, member in zip(terms, step.members, strict=True)
-        ]
-    axes = step.members[0].description.axes
-    return _in_order(lambda *terms: lax.psum(terms, axes), terms)
 
 
 def _in_order(

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.nodes import Constant, Key, Node, SumTerms, Value
-from dynamiq_jax._rewriting.steps import Evaluate, Member
+from dynamiq_jax._rewriting.nodes import Constant, Node, SumTerms, Value, Variable
+from dynamiq_jax._rewriting.steps import Compute, Member
 from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
 from pallas_kernels._jax import equations
 
@@ -38,12 +38,12 @@ class Waiting:
     """Sums of a program that wait, and what decides whether others may come in front of them."""
 
     selection: Selection
-    uses: Mapping[Key, int]  # number of uses of each value
-    carries: Mapping[Key, int]  # inputs of a loop's body that are regarded as terms of a sum
+    uses: Mapping[Value, int]  # number of uses of each value
+    carries: Mapping[Value, int]  # inputs of a loop's body that are regarded as terms of a sum
     may_leave: bool  # whether sums may leave the program
-    sums: dict[Key, Member] = dataclasses.field(default_factory=dict)  # by their results
+    sums: dict[Value, Member] = dataclasses.field(default_factory=dict)  # by their results
 
-    def in_front(self, node: Node, waiting: Collection[Key]) -> tuple[Evaluate, Member] | None:
+    def in_front(self, node: Node, waiting: Collection[Value]) -> tuple[Compute, Member] | None:
         """Return the step of an equation of terms in place of sums, and the sum of its results.
 
         Args:
@@ -87,7 +87,7 @@ class Waiting:
         else:
             are_terms = [key in keys for key in inputs.values()]
             function = unreduced.linear(node.equation, are_terms, first.workers)
-        step = Evaluate(function, tuple(operands), (made,))
+        step = Compute(function, tuple(operands), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
         moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
         return step, moved
@@ -95,7 +95,7 @@ class Waiting:
     def _gains(self, node: Node, members: Sequence[Member]) -> bool:
         """Return whether fewer or smaller sums are left.
 
-        Terms are rounded, and exact sums change their rounding, for no other reason.
+        SumTerms are rounded, and exact sums change their rounding, for no other reason.
         """
         name = node.equation.primitive.name
         before, after = (
@@ -110,7 +110,7 @@ class Waiting:
         return True
 
 
-def _linear_inputs(node: Node) -> Sequence[Key]:
+def _linear_inputs(node: Node) -> Sequence[Value]:
     """Return the inputs in which an equation is linear, of which the others are numbers; none if it
     is not linear.
     """
@@ -127,7 +127,7 @@ def _linear_inputs(node: Node) -> Sequence[Key]:
         return (value,) if is_zero else ()
     if name in _OF_ONE and len(keys) == 1:
         return keys
-    # Terms of 16 bits may be too small to be divided.
+    # SumTerms of 16 bits may be too small to be divided.
     if name not in _BY_A_NUMBER or equations.dtype_of(node.equation.outvars[0]).itemsize < 4:
         return ()
     first, second = keys
@@ -158,7 +158,7 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     return lambda *values: [function(*equations.with_literals(node.equation, values))]
 
 
-def _is_number(key: Key) -> bool:
+def _is_number(key: Value) -> bool:
     """Return whether a value is a constant number."""
     if not isinstance(key, Constant) or isinstance(key.value, jax.core.Tracer):
         return False
@@ -229,10 +229,10 @@ def totals_among(left: Mapping[int, Member]) -> set[int]:
 
 def totals_of_turns(
     nodes: Sequence[Node],
-    inputs: Sequence[Value],
-    uses: Mapping[Key, int],
+    inputs: Sequence[Variable],
+    uses: Mapping[Value, int],
     carried: Mapping[int, int],
-) -> dict[Key, int]:
+) -> dict[Value, int]:
     """Return the inputs of a loop's body to which each turn may only add terms of a sum.
 
     Args:
@@ -244,8 +244,8 @@ def totals_of_turns(
     Returns:
       Numbers of the outputs, by the inputs that they replace.
     """
-    sums: set[Key] = {inputs[place] for place in carried.values() if uses[inputs[place]] == 1}
-    added: set[Key] = set()
+    sums: set[Value] = {inputs[place] for place in carried.values() if uses[inputs[place]] == 1}
+    added: set[Value] = set()
     for node in nodes:
         linear = _linear_inputs(node)
         is_linear = bool(linear) and all(key in sums for key in linear)

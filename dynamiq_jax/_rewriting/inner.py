@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from dynamiq_jax._rewriting.contractions import WorkerAxis
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -21,7 +22,7 @@ Body = Callable[..., list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class InnerProgram:
-    """Program of an equation."""
+    """Program of an equation, as it runs there. The outermost one is that of a step."""
 
     program: Any
     times: int | None = 1  # that it runs in one call of the equation; None if that is not known
@@ -34,10 +35,48 @@ class InnerProgram:
     # Specs that the equation fixes, by the numbers of inputs and outputs.
     input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
-    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)  # see `Surroundings`
+    # Outputs that the next turn of a loop takes as inputs, by the number of the output.
+    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
     totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
     stacks: bool = False  # whether outputs that are not carried are those of all turns
+    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, if sums may leave it
+
+    def within(self, outer: "InnerProgram", **changes: Any) -> "InnerProgram":
+        """Return this program as it runs inside of another one.
+
+        Args:
+          outer: the other program.
+          **changes: fields of which more is known there.
+        """
+        times = None
+        if self.times is not None and outer.times is not None:
+            times = self.times * outer.times
+        return dataclasses.replace(
+            self,
+            times=times,
+            sizes={**outer.sizes, **self.sizes},
+            mesh=self.mesh or outer.mesh,
+            **changes,
+        )
+
+    def automatic(self, workers: WorkerAxis | None = None) -> dict[str, int]:
+        """Return the sizes of the axes of several devices that the compiler manages, by name.
+
+        Args:
+          workers: workers of a sum that the compiler places.
+        """
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        kinds: tuple[Any, ...] = (AxisType.Auto,)
+        manual = set(self.sizes)
+        if workers is not None:
+            mesh, kinds = workers.mesh, (AxisType.Auto, AxisType.Explicit)
+            manual.add(workers.axis)
+        return {
+            name: mesh.shape[name]
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind in kinds and mesh.shape[name] > 1 and name not in manual
+        }
 
 
 # Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
@@ -94,14 +133,14 @@ def parts_of(equation: Equation) -> list[InnerProgram]:
     Raises:
       ValueError: equations of this kind cannot be made anew.
     """
-    return _kind_of(equation).parts(equation)
+    _check_known(equation)
+    return _PARTS[equation.primitive.name](equation)
 
 
 def programs_of(equation: Equation) -> list[InnerProgram]:
     """Return the programs of an equation, of any kind."""
-    kind = _KINDS.get(equation.primitive.name)
-    if kind is not None:
-        return kind.parts(equation)
+    if parts := _PARTS.get(equation.primitive.name):
+        return parts(equation)
     if equation.primitive.name in _CALLS:
         return [InnerProgram(called(equation), inputs=_all_inputs(equation))]
     programs = equations.programs_in(equation)
@@ -128,14 +167,9 @@ def make_anew(
       key: PRNG key for all sums, if the user has given one.
       values: inputs.
     """
+    make = _FUNCTIONS[equation.primitive.name]
     with jax.named_scope(scopes) if scopes else jax.named_scope("compress"):
-        return _kind_of(equation).make(equation, bodies, key, values)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    parts: Callable[[Equation], list[InnerProgram]]
-    make: Callable[[Equation, Sequence[Body], Array | None, Sequence[Any]], Sequence[Any]]
+        return make(equation, bodies, key, values)
 
 
 def _map_parts(equation: Equation) -> list[InnerProgram]:
@@ -171,6 +205,7 @@ def _scan_parts(equation: Equation) -> list[InnerProgram]:
             leaving=range(carried, len(equation.outvars)),
             totals=range(carried),
             stacks=True,
+            shapes=list(map(equations.shape_of, equation.outvars)),
         )
     ]
 
@@ -251,8 +286,14 @@ def _make_cond(
 
 
 def _remat_parts(equation: Equation) -> list[InnerProgram]:
-    leaving = range(len(equation.outvars))
-    return [InnerProgram(equation.params["jaxpr"], inputs=_all_inputs(equation), leaving=leaving)]
+    return [
+        InnerProgram(
+            equation.params["jaxpr"],
+            inputs=_all_inputs(equation),
+            leaving=range(len(equation.outvars)),
+            shapes=list(map(equations.shape_of, equation.outvars)),
+        )
+    ]
 
 
 def _make_remat(
@@ -299,24 +340,35 @@ def _make_jit(
     )(*values)
 
 
-_KINDS = {
-    "shard_map": _Kind(_map_parts, _make_map),
-    "scan": _Kind(_scan_parts, _make_scan),
-    "while": _Kind(_while_parts, _make_while),
-    "cond": _Kind(_cond_parts, _make_cond),
-    "remat2": _Kind(_remat_parts, _make_remat),
-    "checkpoint": _Kind(_remat_parts, _make_remat),
-    "jit": _Kind(_jit_parts, _make_jit),
-    "pjit": _Kind(_jit_parts, _make_jit),
+_PARTS: dict[str, Callable[[Equation], list[InnerProgram]]] = {
+    "shard_map": _map_parts,
+    "scan": _scan_parts,
+    "while": _while_parts,
+    "cond": _cond_parts,
+    "remat2": _remat_parts,
+    "checkpoint": _remat_parts,
+    "jit": _jit_parts,
+    "pjit": _jit_parts,
+}
+_FUNCTIONS: dict[
+    str, Callable[[Equation, Sequence[Body], Array | None, Sequence[Any]], Sequence[Any]]
+] = {
+    "shard_map": _make_map,
+    "scan": _make_scan,
+    "while": _make_while,
+    "cond": _make_cond,
+    "remat2": _make_remat,
+    "checkpoint": _make_remat,
+    "jit": _make_jit,
+    "pjit": _make_jit,
 }
 
 
-def _kind_of(equation: Equation) -> _Kind:
+def _check_known(equation: Equation) -> None:
     name = equation.primitive.name
-    if name not in _KINDS:
+    if name not in _PARTS:
         raise ValueError(
             f"The step has a sum to compress inside of {name!r}, from {equations.place(equation)}. "
             "dq.compress cannot replace it there. Leave it exact with only=, or write the sum with "
             "dq.pmean yourself."
         )
-    return _KINDS[name]

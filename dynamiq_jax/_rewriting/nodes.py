@@ -27,24 +27,18 @@ from dynamiq_jax._rewriting.sums import (
 from pallas_kernels._jax.equations import Equation
 
 
-class Value(NamedTuple):
+class Variable(NamedTuple):
     """Variable of a program, in one call of it."""
 
-    variable: Any
+    var: Any
     call: int  # number of the call
 
 
 class SumTerms(NamedTuple):
     """Terms of a sum that another equation has made: one that holds a program, or a linear one."""
 
-    result: Value  # the sum
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstTerms:
-    """Terms with which the total of the turns of a loop begins."""
-
-    result: Value  # the total
+    result: Variable  # the sum
+    is_first: bool = False  # whether the total of the turns of a loop begins with them
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +48,7 @@ class Constant:
     value: Any
 
 
-Key = Value | SumTerms | FirstTerms | Constant
+Value = Variable | SumTerms | Constant
 # Reasons of sums that need not be sent, if their terms are zeros.
 _OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
@@ -65,8 +59,8 @@ class Node:
     """Equation of a flat list."""
 
     traced: TracedEquation
-    inputs: tuple[Key, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Variable, ...]
     sums: list[Choice]  # one for each operand
     holds_target: bool  # inside of it
 
@@ -133,7 +127,7 @@ class Reader:
                 yield from self.inside(each)
 
     def flat(
-        self, program: TracedProgram, call: int, names: dict[Value, Key], is_mapped: bool
+        self, program: TracedProgram, call: int, names: dict[Variable, Value], is_mapped: bool
     ) -> Iterator[Node]:
         """Yield the equations of a program, and in place of calls that hold sums, those inside.
 
@@ -145,12 +139,12 @@ class Reader:
         """
         for traced in program.equations:
             equation = traced.equation
-            inputs = tuple(key_of(each, call, names) for each in equation.invars)
+            inputs = tuple(value_of(each, call, names) for each in equation.invars)
             whys = {why for _, why in self.inside(traced)}
             holds_target = None in whys or ZEROS in whys
             is_call = inner.is_call(equation, is_mapped) or (call == 0 and self._opens_outermost)
             if not (holds_target and is_call):
-                outputs = tuple(Value(variable, call) for variable in equation.outvars)
+                outputs = tuple(Variable(var, call) for var in equation.outvars)
                 node = Node(traced, inputs, outputs, list(self.choices(traced)), holds_target)
                 yield from _without_zeros(node)
                 continue
@@ -158,11 +152,11 @@ class Reader:
             number = self.next_call()
             variables = (*called.program.constvars, *called.program.invars)
             values = (*map(Constant, called.constants), *inputs)
-            names.update(zip((Value(v, number) for v in variables), values, strict=True))
+            names.update(zip((Variable(var, number) for var in variables), values, strict=True))
             yield from self.flat(called, number, names, is_mapped)
             names.update(
-                (Value(variable, call), key_of(out, number, names))
-                for variable, out in zip(equation.outvars, called.program.outvars, strict=True)
+                (Variable(var, call), value_of(out, number, names))
+                for var, out in zip(equation.outvars, called.program.outvars, strict=True)
             )
 
 
@@ -202,7 +196,7 @@ def _without_zeros(node: Node) -> Iterator[Node]:
 
 def keep_apart(nodes: Sequence[Node]) -> None:
     """Keep small sums exact that large ones need: they would wait, and split these into groups."""
-    needed: set[Key] = set()  # by a sum to compress
+    needed: set[Value] = set()  # by a sum to compress
     for node in reversed(nodes):
         is_needed = not needed.isdisjoint(node.outputs)
         if node.may_join and is_needed:
@@ -211,9 +205,9 @@ def keep_apart(nodes: Sequence[Node]) -> None:
             needed.update(node.inputs)
 
 
-def key_of(atom: Any, call: int, names: Mapping[Value, Key]) -> Key:
-    """Return the key of an input of an equation, or of an output of a program."""
+def value_of(atom: Any, call: int, names: Mapping[Variable, Value]) -> Value:
+    """Return the value of an input of an equation, or of an output of a program."""
     if isinstance(atom, Literal):
         return Constant(atom.val)
-    value = Value(atom, call)
-    return names.get(value, value)
+    variable = Variable(atom, call)
+    return names.get(variable, variable)

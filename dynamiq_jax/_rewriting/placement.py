@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of, over
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Constant, Key, Node, Value
+from dynamiq_jax._rewriting.nodes import Constant, Node, Value, Variable
 from dynamiq_jax._rewriting.rows import rows_of_spec
 from pallas_kernels._jax import equations
 
@@ -28,17 +28,17 @@ class Placement:
     """Specs of the values of a program."""
 
     def __init__(self, nodes: Iterable[Node]):
-        self._parents: dict[Key, Key] = {}
-        self._specs: dict[Key, set[PartitionSpec]] = {}  # that are known, by the values
+        self._parents: dict[Value, Value] = {}
+        self._specs: dict[Value, set[PartitionSpec]] = {}  # that are known, by the values
         for node in nodes:
             self._read(node)
 
-    def learn(self, values: Sequence[Key], specs: Mapping[int, PartitionSpec]) -> None:
+    def learn(self, values: Sequence[Value], specs: Mapping[int, PartitionSpec]) -> None:
         """Add specs of values that are known, by their numbers."""
         for number, spec in specs.items():
             self._specs.setdefault(values[number], set()).add(spec)
 
-    def spec(self, value: Key, axes: Iterable[str]) -> PartitionSpec | None:
+    def spec(self, value: Value, axes: Iterable[str]) -> PartitionSpec | None:
         """Return the spec of a value over some axes; None if it is not known, or not the only one.
 
         Args:
@@ -57,12 +57,12 @@ class Placement:
         }
         return found.pop() if len(found) == 1 else None
 
-    def scattered(self, value: Key, axis: str) -> int | None:
+    def scattered(self, value: Value, axis: str) -> int | None:
         """Return the dimension of a value that an axis alone splits; None if there is none."""
         spec = self.spec(value, [axis])
         return next(iter(rows_of_spec(spec or (), axis)), None)
 
-    def specs(self, values: Sequence[Key]) -> dict[int, PartitionSpec]:
+    def specs(self, values: Sequence[Value]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""
         axes = {axis for specs in self._specs.values() for spec in specs for axis in _axes_of(spec)}
         found = ((i, self.spec(value, axes)) for i, value in enumerate(values))
@@ -84,21 +84,21 @@ class Placement:
             if node.equation.primitive.name == "sharding_constraint" and sharding is not None:
                 self.learn([output], specs_of_shardings([sharding]))
 
-    def _root(self, value: Key) -> Key:
+    def _root(self, value: Value) -> Value:
         while (parent := self._parents.get(value, value)) != value:
             self._parents[value] = self._parents.get(parent, parent)  # halves the way next time
             value = parent
         return value
 
 
-def _spec_of_type(value: Key) -> PartitionSpec | None:
+def _spec_of_type(value: Value) -> PartitionSpec | None:
     """Return the spec in the type of a value; None on axes that the compiler manages."""
-    if not isinstance(value, Value):
+    if not isinstance(value, Variable):
         return None
-    sharding = getattr(value.variable.aval, "sharding", None)
+    sharding = getattr(value.var.aval, "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:
         return None
-    return equations.typed_spec(value.variable)
+    return equations.typed_spec(value.var)
 
 
 def _axes_of(spec: PartitionSpec) -> Iterable[str]:

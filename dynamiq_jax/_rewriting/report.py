@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +16,8 @@ from dynamiq_jax._core import Axis
 from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax._rewriting.evaluate import Evaluation
-from dynamiq_jax._rewriting.steps import KeptSum, Reduce
+from dynamiq_jax._rewriting.evaluate import Evaluator
+from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
 
@@ -100,20 +99,18 @@ def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
     return where, f"[{shape}]", each.sum.dtype.name, before, after, f"{kept}{group}{times}"
 
 
-def report_of(
-    groups: Sequence[Reduce], left: Sequence[KeptSum], evaluation: Evaluation
-) -> CompressReport:
+def report_of(schedule: EvaluationSchedule, evaluator: Evaluator) -> CompressReport:
     """Report the groups of a step and the sums that stay as they are."""
-    sums = [each for group in groups for each in _of_group(group, evaluation)]
-    sums += [_of_kept(each, evaluation) for each in left]
+    sums = [each for group in schedule.groups() for each in _of_group(group, evaluator)]
+    sums += [_of_kept(each, evaluator) for each in schedule.exact()]
     return CompressReport(tuple(sums))
 
 
-def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
+def _of_kept(kept: KeptSum, evaluator: Evaluator) -> SumReport:
     """Report a sum that stays as it is."""
     each, sizes, sent = kept.description, kept.sizes, None
-    over = [name for name in evaluation.selection.axes if name in each.axes]
-    is_over_slow = over[:1] == [evaluation.selection.axes[0]]
+    over = [name for name in evaluator.selection.axes if name in each.axes]
+    is_over_slow = over[:1] == [evaluator.selection.axes[0]]
     if sizes is not None and is_over_slow and all(isinstance(size, int) for size in each.shape):
         slow, *fast = (Axis(name, sizes.get(name) or lax.axis_size(name)) for name in over)
         leaf = jax.ShapeDtypeStruct(each.shape, each.dtype)
@@ -122,13 +119,13 @@ def _of_kept(kept: KeptSum, evaluation: Evaluation) -> SumReport:
     return SumReport(each, kept.why, None, kept.times, sent, after)
 
 
-def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
+def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     """Report the sums of a group, with the bytes and the reasons of its plan."""
     described = [
         jax.ShapeDtypeStruct(each.sent_shape, each.description.dtype) for each in group.members
     ]
     tree = group.by_path(described)
-    plan = _plan_of(group, tree, evaluation)
+    plan = _plan_of(group, tree, evaluator)
     whys = dict(plan.exact)
     axes = plan.collective.axes
     parts = [plan.shards.local(i, leaf) for i, leaf in enumerate(described)]
@@ -155,18 +152,18 @@ def _of_group(group: Reduce, evaluation: Evaluation) -> list[SumReport]:
     ]
 
 
-def _plan_of(group: Reduce, tree: dict[str, Any], evaluation: Evaluation) -> Plan:
-    over = evaluation.over(group)
+def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
+    over = evaluator.over(group)
     workers = group.members[0].workers
     mesh = (workers.mesh if workers else group.mesh) or jax.sharding.get_abstract_mesh()
-    specs = evaluation.specs_of(group)
+    specs = evaluator.specs_of(group)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
         sizes: Any = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
-        return plan_without_arrays(tree, sizes, evaluation.compression, collective=group.collective)
+        return plan_without_arrays(tree, sizes, evaluator.compression, collective=group.collective)
     return plan_without_arrays(
         tree,
         over,
-        evaluation.compression,
+        evaluator.compression,
         mesh=mesh,
         specs=specs,
         collective=group.collective,

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import Axes
@@ -15,9 +16,9 @@ from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.contractions import WorkerAxis
-from dynamiq_jax._rewriting.nodes import Key, Node, SumTerms, Value
+from dynamiq_jax._rewriting.nodes import Node, SumTerms, Value, Variable
 from dynamiq_jax._rewriting.sums import Sum, is_over_rows
-from pallas_kernels._jax import equations
+from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation
 
 
@@ -53,8 +54,8 @@ class Member:
 
     description: Sum
     why_exact: str | None  # None: compressed
-    operand: Key
-    result: Value
+    operand: Value
+    result: Variable
     params: Mapping[str, Any]  # of its equation
     spec: PartitionSpec | None = None  # over axes that the compiler manages; None: not known
     accumulates: frozenset[int] = frozenset()  # carried outputs of a loop that are among its terms
@@ -63,7 +64,7 @@ class Member:
     def typed_spec(self) -> PartitionSpec:
         """Spec of its terms over explicit axes, as a part of their type."""
         terms = self.result if self.is_moved else self.operand
-        return equations.typed_spec(terms.variable) if isinstance(terms, Value) else PartitionSpec()
+        return equations.typed_spec(terms.var) if isinstance(terms, Variable) else PartitionSpec()
 
     @property
     def kind(self) -> Any:
@@ -116,13 +117,14 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """Step of a schedule: an equation as it is."""
+class Compute:
+    """Step of a schedule: a function of values, such as an equation as it is."""
 
     function: Callable[..., Sequence[Any]]
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
     messages: Messages = Messages.NONE
+    exact: tuple[KeptSum, ...] = ()  # sums in it, which stay as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +132,11 @@ class Reduce:
     """Step of a schedule: one compressed collective, of sums of one kind."""
 
     members: tuple[Member, ...]
-    number: int  # of the group in the whole program
     times: int | None  # that it runs in one call of the step; None if that is not known
     sizes: Mapping[str, int]  # of the axes around it, by name
     mesh: Any  # of the map around it; None outside of one
     automatic: Mapping[str, int]  # sizes of the axes that the compiler manages, by name
+    number: int = 0  # of the group in the whole program; see `numbered`
 
     def by_path(self, values: Iterable[Any]) -> collections.OrderedDict[str, Any]:
         """Return a tree of values, one for each sum, by the paths of the sums in a policy.
@@ -156,26 +158,19 @@ class Reduce:
 
 
 @dataclasses.dataclass(frozen=True)
-class SumExactly:
-    """Step of a schedule: sums of one kind that stay exact, of terms that other equations make."""
-
-    members: tuple[Member, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Enter:
     """Step of a schedule: an equation that holds programs with compressed sums."""
 
     equation: Equation
     scopes: str
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]  # `SumTerms` of sums that are left to this program
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]  # `SumTerms` of sums that are left to this program
     programs: tuple["EvaluationSchedule", ...]
     messages: Messages
     stacked: Mapping[int, WorkerAxis] = dataclasses.field(default_factory=dict)  # unreduced outputs
 
 
-Step = Evaluate | Reduce | SumExactly | Enter
+Step = Compute | Reduce | Enter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,19 +178,41 @@ class EvaluationSchedule:
     """Steps that evaluate a program."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[Value, ...]
-    constants: tuple[tuple[Value, Any], ...]
-    outputs: tuple[Key, ...]  # with terms in place of the sums that are left to the caller
+    inputs: tuple[Variable, ...]
+    constants: tuple[tuple[Variable, Any], ...]
+    outputs: tuple[Value, ...]  # with terms in place of the sums that are left to the caller
     left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
 
     def groups(self) -> Iterator[Reduce]:
         """Yield the groups of this program and of those inside."""
+        return (step for step in self._all_steps() if isinstance(step, Reduce))
+
+    def exact(self) -> Iterator[KeptSum]:
+        """Yield the sums of this program and of those inside that stay as they are."""
+        for step in self._all_steps():
+            if isinstance(step, Compute):
+                yield from step.exact
+
+    def numbered(self, numbers: Iterator[int]) -> "EvaluationSchedule":
+        """Return the schedule with numbers for its groups and those inside."""
+
+        def with_number(step: Step) -> Step:
+            match step:
+                case Reduce():
+                    return dataclasses.replace(step, number=next(numbers))
+                case Enter():
+                    programs = tuple(program.numbered(numbers) for program in step.programs)
+                    return dataclasses.replace(step, programs=programs)
+            return step
+
+        return dataclasses.replace(self, steps=tuple(map(with_number, self.steps)))
+
+    def _all_steps(self) -> Iterator[Step]:
         for step in self.steps:
-            if isinstance(step, Reduce):
-                yield step
-            elif isinstance(step, Enter):
+            yield step
+            if isinstance(step, Enter):
                 for program in step.programs:
-                    yield from program.groups()
+                    yield from program._all_steps()
 
 
 def members_of(node: Node) -> tuple[Member, ...]:
@@ -216,38 +233,80 @@ def is_of(node: Node, member: Member) -> bool:
     return not member.is_moved or (is_over_rows(node.equation) and member in members_of(node))
 
 
-def terms_of(node: Node) -> Evaluate:
+def terms_of(node: Node) -> Compute:
     """Return the step that makes the terms of a contraction of rows, one for each worker."""
     params = node.equation.params
     function = unreduced.parts(
         params["equation"], params["split"], WorkerAxis(params["axes"][0], params["mesh"])
     )
-    variables = [
-        key
-        for atom, key in zip(node.equation.invars, node.inputs, strict=True)
+    values = [
+        value
+        for atom, value in zip(node.equation.invars, node.inputs, strict=True)
         if equations.is_variable(atom)
     ]
 
     def terms(*values: Any) -> Sequence[Any]:
         return function(*equations.with_literals(node.equation, values))
 
-    return Evaluate(terms, tuple(variables), (SumTerms(node.outputs[0]),))
+    return Compute(terms, tuple(values), (SumTerms(node.outputs[0]),))
 
 
-def evaluate(node: Node) -> Evaluate:
-    """Return the step that evaluates an equation as it is, or has the zeros that it sums."""
+def first_terms(zero: Value, total: Variable, member: Member) -> Compute:
+    """Return the step that makes the terms with which the total of a loop's turns begins.
+
+    Args:
+      zero: the total before the first turn.
+      total: the total.
+      member: the sum of one turn.
+    """
+    axes, workers = member.description.axes, member.workers
+
+    def terms(zero: Any) -> Sequence[Any]:
+        return [compat.vary_over(zero, axes) if workers is None else unreduced.zeros(zero, workers)]
+
+    return Compute(terms, (zero,), (SumTerms(total, is_first=True),))
+
+
+def summed_exactly(members: Sequence[Member], exact: Sequence[KeptSum]) -> Compute:
+    """Return the step of sums of one kind that stay exact, of terms that other equations make."""
+    results = tuple(each.result for each in members)
+    axes, workers = members[0].description.axes, members[0].workers
+
+    def totals(*terms: Any) -> Sequence[Any]:
+        if workers is None:
+            return lax.psum(terms, axes)
+        pairs = zip(terms, results, strict=True)
+        return [unreduced.total(each, result.var, workers) for each, result in pairs]
+
+    messages = Messages.ONCE if workers is None else Messages.NONE
+    operands = tuple(each.operand for each in members)
+    return Compute(totals, operands, results, messages, tuple(exact))
+
+
+def as_it_is(node: Node, exact: Sequence[KeptSum] = ()) -> Compute:
+    """Return the step of an equation as it is, or of the zeros that it sums.
+
+    Args:
+      node: the equation.
+      exact: sums in it.
+    """
     if node.is_zeros:
         results = node.equation.outvars
-        return Evaluate(lambda: list(map(equations.zeros_like, results)), (), node.outputs)
-    keys = {
-        variable: key
-        for variable, key in zip(node.equation.invars, node.inputs, strict=True)
-        if equations.is_variable(variable)
+
+        def zeros() -> Sequence[Any]:
+            return list(map(equations.zeros_like, results))
+
+        return Compute(zeros, (), node.outputs, exact=tuple(exact))
+    values = {
+        atom: value
+        for atom, value in zip(node.equation.invars, node.inputs, strict=True)
+        if equations.is_variable(atom)
     }
     outputs = zip(node.equation.outvars, node.outputs, strict=True)
-    return Evaluate(
+    return Compute(
         equations.evaluated(node.equation),
-        tuple(keys.values()),
-        tuple(key for variable, key in outputs if equations.is_used(variable)),
+        tuple(values.values()),
+        tuple(value for var, value in outputs if equations.is_used(var)),
         Messages.of(node.equation),
+        tuple(exact),
     )

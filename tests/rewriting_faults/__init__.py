@@ -1,1 +1,0 @@
-"""Deliberate faults in the rewriting of `dq.compress`; see `make rewriting-faults`."""
