@@ -95,7 +95,7 @@ class Waiting:
     def _gains(self, node: Node, members: Sequence[Member]) -> bool:
         """Return whether fewer or smaller sums are left.
 
-        SumTerms are rounded, and exact sums change their rounding, for no other reason.
+        Terms are rounded, and exact sums change their rounding, for no other reason.
         """
         name = node.equation.primitive.name
         before, after = (
@@ -127,7 +127,7 @@ def _linear_inputs(node: Node) -> Sequence[Value]:
         return (value,) if is_zero else ()
     if name in _OF_ONE and len(keys) == 1:
         return keys
-    # SumTerms of 16 bits may be too small to be divided.
+    # Terms of 16 bits may be too small to be divided.
     if name not in _BY_A_NUMBER or equations.dtype_of(node.equation.outvars[0]).itemsize < 4:
         return ()
     first, second = keys
