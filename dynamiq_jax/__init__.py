@@ -19,18 +19,12 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
     from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
-    from dynamiq_jax._api.broadcast_to_replicas import broadcast_to_replicas
-    from dynamiq_jax._api.check_data_parallel import check_data_parallel
     from dynamiq_jax._api.compress import compress
-    from dynamiq_jax._api.data_parallel import data_parallel
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
     from dynamiq_jax._api.keep_memory import keep_memory
-    from dynamiq_jax._api.mean_of_replicas import mean_of_replicas
-    from dynamiq_jax._api.pcast import pcast
     from dynamiq_jax._api.psum import pmean, psum
     from dynamiq_jax._api.psum_scatter import psum_scatter
-    from dynamiq_jax._api.value_and_grad import value_and_grad
     from dynamiq_jax._api.vnmse import vnmse
     from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
     from dynamiq_jax._inputs.options import Options
@@ -61,23 +55,17 @@ __all__ = [
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
-    "broadcast_to_replicas",
-    "check_data_parallel",
     "compress",
-    "data_parallel",
     "decode",
     "encode",
     "inspect",
     "keep_memory",
-    "mean_of_replicas",
     "methods",
-    "pcast",
     "pmean",
     "psum",
     "psum_scatter",
     "topologies",
     "training",
-    "value_and_grad",
     "vnmse",
     "wire_report",
 ]

@@ -9,7 +9,7 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules
 from dynamiq_jax._run.driver import Outcome, run
-from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
+from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.topologies import Topology
 

@@ -79,10 +79,9 @@ def wire_report(
 ) -> WireReport:
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
 
-    The counts equal the collectives of the compiled program. `data_parallel` and `value_and_grad`
-    send a few bytes more: the mean of the loss, aux, and what their key is computed from. An exact
-    leaf over several axes is one collective there. It is counted as what a sum by parts sends over
-    the slow axis, as `method="exact"` does it.
+    The counts equal the collectives of the compiled program. An exact leaf
+    over several axes is one collective there. It is counted as what a sum by parts sends over the
+    slow axis, as `method="exact"` does it. A step of `compress` has a report of its own.
 
     Args:
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
 from pallas_kernels._jax import compat
@@ -102,56 +101,3 @@ def token_of(values: Sequence[Array | None]) -> Array | None:
         if value is not None and value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
     ]
     return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
-
-
-@jax.custom_vjp
-def enter(leaves: list[Array]) -> Array:
-    """Return a ticket, a float32 zero, for a function of leaves that `jax.jit` compiles.
-
-    The collectives of its backward pass are traced apart from the collectives of the caller. The
-    cotangent of the ticket orders them: `leave` makes it from the caller's last token, the function
-    passes it through its collectives, and `enter` stores it as the caller's last token.
-    """
-    del leaves
-    return jnp.zeros((), jnp.float32)
-
-
-def _enter_forward(leaves: Any) -> tuple[Array, list[None]]:
-    return enter([leaf.value for leaf in leaves]), [None for _ in leaves]
-
-
-def _enter_backward(nothing: list[None], cotangent: Any) -> tuple[list[None]]:
-    if not isinstance(cotangent, SymbolicZero):
-        remember(cotangent)
-    return (nothing,)
-
-
-enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
-
-
-@jax.custom_vjp
-def leave(value: Array, ticket: Array) -> Array:
-    """Return a differentiated value of a function that took a ticket from `enter`."""
-    del ticket
-    return value
-
-
-def _leave_backward(_: None, cotangent: Array) -> tuple[Array, Array | None]:
-    return cotangent, last_token()
-
-
-leave.defvjp(lambda value, ticket: (value, None), _leave_backward)
-
-
-@jax.custom_vjp
-def stamp(ticket: Array, values: list[Array]) -> Array:
-    """Return a ticket for collectives of a backward pass that begin after values are available."""
-    del values
-    return ticket
-
-
-def _stamp_backward(values: list[Array], cotangent: Array) -> tuple[Array | None, None]:
-    return token_of([cotangent, *values]), None
-
-
-stamp.defvjp(lambda ticket, values: (ticket, values), _stamp_backward)

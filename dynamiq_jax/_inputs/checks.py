@@ -37,14 +37,14 @@ def check_axis(name: Any, axis_name: Any) -> int:
         raise ValueError(
             f"axis_name={axis_name!r}: {name!r} is not an axis here. {_axes_here()} Call this "
             "inside jax.shard_map over a mesh with that axis, or inside "
-            f"jax.vmap(..., axis_name={name!r}). Outside of both, dq.value_and_grad sets it up for "
-            "methods that carry no state. For others, call optimizer.init inside as well."
+            f"jax.vmap(..., axis_name={name!r}), also optimizer.init of a method that carries "
+            "state. A step outside of both, with shardings alone, is compressed by dq.compress."
         ) from None
     if name in managed_axes(jax.sharding.get_abstract_mesh()):
         raise ValueError(
             f"axis_name={axis_name!r}: {name!r} is an axis of jax.vmap here, and one of the mesh "
-            "that the compiler manages. It would sum exactly, and save nothing. Take the vmap away "
-            "and give the stacked replicas to dq.mean_of_replicas, or use jax.shard_map."
+            "that the compiler manages. It would sum exactly, and save nothing. Use jax.shard_map, "
+            "or jnp.mean over the axis of the replicas, and give the step to dq.compress."
         )
     return size
 
@@ -126,10 +126,10 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
                 "parameters returns gradients that are summed over the axis, exactly and "
                 "uncompressed; summing again would make them n times too "
                 "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
-                f"{axis_name!r}, to='varying'). An nnx module is split into parameters first; "
-                "dq.value_and_grad takes it as it is. If they are marked, the leaf may be of a "
-                "wrapper around the all-reduce: put optax.MultiSteps and optax.apply_if_finite "
-                "behind dq.all_reduce_gradients, in one optax.chain.",
+                f"{axis_name!r}, to='varying'), of which an nnx module is split first. Or "
+                "leave the step as it is, and give it to dq.compress. If they are marked, the leaf "
+                "may be of a wrapper around the all-reduce: put optax.MultiSteps and "
+                "optax.apply_if_finite behind dq.all_reduce_gradients, in one optax.chain.",
             )
 
 

@@ -4,10 +4,9 @@ A collective makes these axes manual around itself, so that every device compres
 own shard. Otherwise the compiler would gather whole leaves on every device, to flatten them.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -123,29 +122,6 @@ def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
 
 
-def check_whole(name: str, tree: Any) -> None:
-    """Raise ValueError for parameters whose gradient would be unreduced by its type.
-
-    The gradient of an array that is reduced over an axis is unreduced. A compressed mean is whole.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        sharding = getattr(jax.typeof(leaf), "sharding", None)
-        if sharding is not None and sharding.spec.reduced | sharding.spec.unreduced:
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} has type {jax.typeof(leaf)}, whose gradient "
-                "would be a sum that is not done. Give jax.reshard(params, P(...)) without "
-                "reduced= and unreduced=. Or take jax.grad of the plain loss, and give the "
-                "unreduced gradients to dq.psum."
-            )
-
-
-def automatic(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
-    """Leave explicit axes to the compiler inside a function, whose results are placed."""
-    return (
-        jax.sharding.auto_axes(function, out_sharding=out_sharding) if is_explicit() else function
-    )
-
-
 def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
     """Return the mesh for a `shard_map`, or None for the mesh of the context.
 
@@ -156,30 +132,6 @@ def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
     """
     if mesh is None or is_explicit() or jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    return _automatic_mesh(mesh)
-
-
-@contextlib.contextmanager
-def on_automatic_axes(mesh: Mesh, arrays: Sequence[Any]) -> Iterator[list[Any]]:
-    """Leave explicit axes to the compiler in the block, and yield the arrays with such axes.
-
-    Args:
-      mesh: the mesh of the block.
-      arrays: arrays, and other values, which stay as they are.
-    """
-    placed = list(arrays)
-    for index, array in enumerate(placed):
-        match getattr(array, "sharding", None):
-            case NamedSharding(mesh=Mesh() as own, spec=spec) if has_explicit_axes(own):
-                placed[index] = jax.device_put(array, NamedSharding(_automatic_mesh(own), spec))
-    if has_explicit_axes(mesh) or is_explicit():
-        with jax.set_mesh(_automatic_mesh(mesh)):
-            yield placed
-    else:
-        yield placed
-
-
-def _automatic_mesh(mesh: Mesh) -> Mesh:
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 

@@ -106,8 +106,8 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
             if one.bytes > _SMALL:
                 yield Finding(
                     "not compressed",
-                    f"{_what(one)} is exact: nothing in this program is compressed. Wrap the loss "
-                    "in dq.data_parallel, or average gradients by dq.pmean inside jax.shard_map"
+                    f"{_what(one)} is exact: nothing in this program is compressed. Wrap the step "
+                    "in dq.compress, or average gradients by dq.pmean inside jax.shard_map"
                     f"{_by_autodiff(one)}.",
                 )
 

@@ -25,7 +25,7 @@ from dynamiq_jax._rewriting.steps import (
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
-from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
+from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
 
 
 @dataclasses.dataclass(frozen=True)

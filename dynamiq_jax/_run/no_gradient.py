@@ -23,10 +23,10 @@ def _refusing(flat: Array) -> Array:
 def _refuse(*_: Any) -> Any:
     raise ValueError(
         "Compressed sums (dq.psum, dq.pmean, dq.psum_scatter) cannot be differentiated: rounding "
-        "has no useful gradient. Take the gradient first and reduce it afterwards, or use dq.pcast "
-        "or dq.all_gather, whose transposes are compressed sums. For a gradient of a gradient, "
-        "such as a penalty or a Hessian-vector product, take the inner one of the plain loss, "
-        "inside the loss that dq.data_parallel gets."
+        "has no useful gradient. Take the gradient first and reduce it afterwards, or use "
+        "dq.all_gather, whose transpose is a compressed sum. For a gradient of a gradient, such as "
+        "a penalty or a Hessian-vector product, take both of the plain loss, and give the whole "
+        "step to dq.compress."
     )
 
 

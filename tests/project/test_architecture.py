@@ -32,7 +32,6 @@ LAYERS = (
     "dynamiq_jax._states",
     "dynamiq_jax._check",
     "dynamiq_jax._run",
-    "dynamiq_jax._worker_loss",
     "dynamiq_jax._rewriting",
     "dynamiq_jax._bit_allocation",
     "dynamiq_jax._api",

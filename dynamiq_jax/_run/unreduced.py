@@ -51,7 +51,7 @@ def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: Axis
     except NotImplementedError as error:
         raise ValueError(
             f"JAX {jax.__version__} cannot map over one axis of unreduced arrays. Use a newer one, "
-            "or take gradients inside shard_map; see dq.value_and_grad."
+            "or give the whole step to dq.compress, which takes gradients inside of it."
         ) from error
 
 

@@ -1,1 +1,0 @@
-"""The loss of one worker: its part of the batch, its modules, its constants."""
