@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dynamiq_jax._bit_allocation.bit_groups import (
     Expected,
     Group,
-    Scope,
+    SentTree,
     exactly,
     groups_of_buckets,
     groups_of_patterns,
@@ -35,7 +35,7 @@ class GroupBits(NamedTuple):
     """Leaves that share a number of bits."""
 
     patterns: tuple[str, ...]  # of the policy
-    size: int  # coordinates, of all layers
+    size: int  # coordinates
     bits: float  # per coordinate, everything included
     energy: float  # share of the squared norm of all groups
     error: float  # expected squared error, over the squared norm of all groups
@@ -49,10 +49,7 @@ class BitAllocation:
     same ratio. As text, the allocation is a table of the groups.
     """
 
-    # Pattern of paths to its method, for `method=`. With `layers`, for the leaves outside of it.
-    policy: Mapping[str, Method | str]
-    # Pattern of paths of one layer's leaves to its method, if `layers` is given; else empty.
-    layer_policy: Mapping[str, Method | str]
+    policy: Mapping[str, Method | str]  # pattern of paths to its method, for `method=`
     groups: tuple[GroupBits, ...]
     uniform_error: float  # expected vNMSE with the bits that were given, the same for all leaves
     error: float  # expected vNMSE with the policy
@@ -66,11 +63,7 @@ class BitAllocation:
 
     @property
     def bits(self) -> dict[str, float]:
-        """Bits of each pattern.
-
-        If leaves inside and outside of `layers` have one pattern, these are the bits of the last
-        group of `groups`, which holds both.
-        """
+        """Bits of each pattern."""
         return {pattern: group.bits for group in self.groups for pattern in group.patterns}
 
     @override
@@ -101,7 +94,6 @@ def allocate_bits(
     topology: Topology | str = "ring",
     options: Options = Options(),
     groups: Sequence[str] | None = None,
-    layers: str | None = None,
 ) -> BitAllocation:
     """Give each bucket the bits that its gradients need, in the bytes of equal bits.
 
@@ -133,8 +125,6 @@ def allocate_bits(
       options: leaves that stay exact, and the size of buckets, which are in order.
       groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
         common share bits. None: the leaves of a bucket do.
-      layers: path of a part of the tree, such as "layers", whose leaves have a leading axis of
-        layers and are sent layer by layer, by `pcast` inside `jax.lax.scan`. All layers share bits.
 
     Returns:
       A `BitAllocation`. It sends no more bytes than `method`, and about as many.
@@ -158,8 +148,8 @@ def allocate_bits(
         )
     compression = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
     steps = _steps_of(gradients)
-    scopes = _scopes(gradients[0], axis_size, compression, layers)
-    equal = [group for scope in scopes for group in groups_of_buckets(scope)]
+    tree = _tree_of(gradients[0], axis_size, compression)
+    equal = list(groups_of_buckets(tree))
     if not equal:
         raise ValueError(
             f"method={method!r:.200}: DynamiQ compresses none of the {len(steps[0])} leaves with "
@@ -173,14 +163,11 @@ def allocate_bits(
             "compared. Give all leaves of DynamiQ the same exponent."
         )
     uniform = _measured(equal, steps)
-    shared = uniform if groups is None else _measured(_by_patterns(groups, scopes), steps)
-    bits = _bits_within(shared, scopes, equal)
-    methods = _methods(shared, scopes, bits)
+    shared = uniform if groups is None else _measured(_by_patterns(groups, tree), steps)
+    bits = _bits_within(shared, tree, equal)
     errors = shared.errors_of(bits)
-    policies = {scope.prefix: _policy(scope, shared.groups, bits) for scope in scopes}
     return BitAllocation(
-        policy=policies.get("", {}),
-        layer_policy=policies.get(layers, {}) if layers else {},
+        policy=_policy(tree, shared.groups, bits),
         groups=tuple(
             GroupBits(group.patterns, group.size, one, float(energy), error)
             for group, one, energy, error in zip(
@@ -189,8 +176,8 @@ def allocate_bits(
         ),
         uniform_error=sum(uniform.errors_of(uniform.given)),
         error=sum(errors),
-        uniform_bytes=_bytes_sent(scopes, [scope.methods for scope in scopes]),
-        bytes_per_worker=_bytes_sent(scopes, methods),
+        uniform_bytes=tree.bytes_sent(tree.methods),
+        bytes_per_worker=tree.bytes_sent(_methods(shared, tree, bits)),
     )
 
 
@@ -219,52 +206,19 @@ def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
     return [jax.tree.leaves(tree) for tree in gradients]
 
 
-def _scopes(tree: Any, axis_size: Any, compression: Compression, layers: str | None) -> list[Scope]:
-    """Return the leaves of each call.
-
-    Raises:
-      ValueError: `layers` is no part of the tree, or its leaves have no common leading axis.
-    """
+def _tree_of(tree: Any, axis_size: Any, compression: Compression) -> SentTree:
+    """Return the leaves of a tree as they are sent."""
     plan = plan_without_arrays(tree, axis_size, compression)
-    axes = plan.collective.axes
-    paths, methods = paths_of(tree), compression.policy.methods(tree)
-    inside = {
-        index
-        for index, path in enumerate(paths)
-        if layers is not None and (path == layers or path.startswith(f"{layers}/"))
-    }
-    sizes = sorted({leaf.shape[:1] for index, leaf in enumerate(plan.parts) if index in inside})
-    if layers is not None and (len(sizes) != 1 or not sizes[0] or not sizes[0][0]):
-        raise ValueError(
-            f"layers={layers!r}: "
-            + (f"leading axes {sizes} differ" if sizes else f"no such path among {paths!r:.300}")
-            + ". Give the path of a part of the tree, such as 'layers', whose leaves all have a "
-            "leading axis of layers."
-        )
-    parts = {"": [n for n in range(len(paths)) if n not in inside], layers or "": sorted(inside)}
-    if layers is None:
-        parts = {"": list(range(len(paths)))}
-    scopes = []
-    for prefix, indices in parts.items():
-        leaves = [plan.parts[index] for index in indices]
-        if prefix:
-            leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        scopes.append(
-            Scope(
-                prefix=prefix,
-                indices=tuple(indices),
-                paths=tuple(paths[index][len(prefix) :].lstrip("/") for index in indices),
-                leaves=tuple(leaves),
-                methods=tuple(methods[index] for index in indices),
-                repeats=sizes[0][0] if prefix else 1,
-                axes=axes,
-                compression=compression,
-            )
-        )
-    return [scope for scope in scopes if scope.indices]
+    return SentTree(
+        paths=tuple(paths_of(tree)),
+        leaves=tuple(plan.parts),
+        methods=tuple(compression.policy.methods(tree)),
+        axes=plan.collective.axes,
+        compression=compression,
+    )
 
 
-def _by_patterns(patterns: Sequence[str], scopes: Sequence[Scope]) -> list[Group]:
+def _by_patterns(patterns: Sequence[str], tree: SentTree) -> list[Group]:
     """Return the groups of patterns; see `groups_of_patterns`.
 
     Raises:
@@ -280,14 +234,14 @@ def _by_patterns(patterns: Sequence[str], scopes: Sequence[Scope]) -> list[Group
             f"groups={patterns!r:.200} are no regular expressions: {error}. Give several, which "
             "are searched for in paths such as 'layers/0/kernel'."
         ) from None
-    groups_of = {scope: list(groups_of_patterns(patterns, scope)) for scope in scopes}
-    used = {pattern for own in groups_of.values() for _, pattern in own}
+    found = list(groups_of_patterns(patterns, tree))
+    used = {pattern for _, pattern in found}
     if missing := [pattern for pattern in patterns if pattern not in used]:
         raise ValueError(
             f"groups={list(patterns)!r:.200}: no leaf is left for {missing[0]!r} that DynamiQ "
             "compresses. Patterns before may match all. Correct the pattern, or remove it."
         )
-    return [group for own in groups_of.values() for group, _ in own]
+    return [group for group, _ in found]
 
 
 def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> SharedBudget:
@@ -300,11 +254,10 @@ def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> Shared
     for number, leaves in enumerate(steps):
 
         def measure(group: Group, number: int = number, leaves: Sequence[Any] = leaves) -> Expected:
-            def values(member: int, repeat: int) -> NDArray[np.float32]:
-                leaf = np.asarray(leaves[group.scope.indices[member]])
-                gradient = (leaf[repeat] if group.scope.prefix else leaf).astype(np.float32)
+            def values(member: int) -> NDArray[np.float32]:
+                gradient = np.asarray(leaves[member]).astype(np.float32)
                 if not np.isfinite(gradient).all():
-                    path = "/".join(filter(None, (group.scope.prefix, group.scope.paths[member])))
+                    path = group.tree.paths[member]
                     raise ValueError(
                         f"gradients[{number}] has NaN or Inf at {path!r}. Give gradients of a step "
                         "in which all are finite."
@@ -322,16 +275,14 @@ def _measured(groups: Sequence[Group], steps: Sequence[Sequence[Any]]) -> Shared
     return SharedBudget.of(groups, expected)
 
 
-def _bits_within(
-    shared: SharedBudget, scopes: Sequence[Scope], equal: Sequence[Group]
-) -> list[float]:
+def _bits_within(shared: SharedBudget, tree: SentTree, equal: Sequence[Group]) -> list[float]:
     """Return the best bits of groups whose methods send no more bytes than the user's."""
-    most = _bytes_sent(scopes, [scope.methods for scope in scopes])
+    most = tree.bytes_sent(tree.methods)
     budget = sum(group.bytes_sent(group.method.bits) for group in equal)
     best = shared.given
     for _ in range(_ATTEMPTS):
         bits = shared.solve(budget)
-        sent = _bytes_sent(scopes, _methods(shared, scopes, bits))
+        sent = tree.bytes_sent(_methods(shared, tree, bits))
         if sent <= most and sum(shared.costs_of(bits)) < sum(shared.costs_of(best)):
             best = bits
         if _NEAR * most <= sent <= most:
@@ -340,40 +291,31 @@ def _bits_within(
     return best
 
 
-def _methods(
-    shared: SharedBudget, scopes: Sequence[Scope], bits: Sequence[float]
-) -> list[list[Method | None]]:
-    """Return the methods of the leaves of each scope."""
-    methods = {scope: list(scope.methods) for scope in scopes}
+def _methods(shared: SharedBudget, tree: SentTree, bits: Sequence[float]) -> list[Method | None]:
+    """Return the methods of the leaves."""
+    methods = list(tree.methods)
     for group, one in zip(shared.groups, bits, strict=True):
         for index in group.members:
-            methods[group.scope][index] = dataclasses.replace(group.method, bits=one)
-    return list(methods.values())
-
-
-def _bytes_sent(scopes: Sequence[Scope], methods: Sequence[Sequence[Method | None]]) -> int:
-    return sum(map(Scope.bytes_sent, scopes, methods))
+            methods[index] = dataclasses.replace(group.method, bits=one)
+    return methods
 
 
 def _policy(
-    scope: Scope, groups: Sequence[Group], bits: Sequence[float]
+    tree: SentTree, groups: Sequence[Group], bits: Sequence[float]
 ) -> dict[str, Method | str]:
-    """Return the policy of a call."""
-    floating = [
-        n for n, leaf in enumerate(scope.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
+    """Return the policy of the groups and of all other leaves."""
+    floating = [n for n, leaf in enumerate(tree.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     # First the leaves of other methods, which a pattern of a group may have too.
     rules: dict[str, Method | str] = {
-        exactly(scope.paths[n]): scope.methods[n] or UNCOMPRESSED
+        exactly(tree.paths[n]): tree.methods[n] or UNCOMPRESSED
         for n in floating
-        if not isinstance(scope.methods[n], DynamiQ)
+        if not isinstance(tree.methods[n], DynamiQ)
     }
     for group, one in zip(groups, bits, strict=True):
-        if group.scope is scope:
-            method = dataclasses.replace(group.method, bits=one)
-            rules |= dict.fromkeys(group.patterns, method)
-    left = [n for n in floating if not any(re.search(each, scope.paths[n]) for each in rules)]
-    methods = {scope.methods[n] for n in left}
+        method = dataclasses.replace(group.method, bits=one)
+        rules |= dict.fromkeys(group.patterns, method)
+    left = [n for n in floating if not any(re.search(each, tree.paths[n]) for each in rules)]
+    methods = {tree.methods[n] for n in left}
     if len(methods) == 1:  # leaves that are too small
         return rules | {".*": methods.pop() or UNCOMPRESSED}
-    return rules | {exactly(scope.paths[n]): scope.methods[n] or UNCOMPRESSED for n in left}
+    return rules | {exactly(tree.paths[n]): tree.methods[n] or UNCOMPRESSED for n in left}

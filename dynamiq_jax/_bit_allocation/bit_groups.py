@@ -20,32 +20,28 @@ from dynamiq_jax.methods import DynamiQ, Method
 
 STEP = 0.25  # bits between the budgets of a grid: leaves of the same one share a compiled codec
 
-Values = Callable[[int, int], NDArray[np.float32]]  # of a leaf of a scope, in one of its repeats
+Values = Callable[[int], NDArray[np.float32]]  # of a leaf, by its number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scope:
-    """Leaves that one call sends, and how often it does: once for every layer of a scan."""
+class SentTree:
+    """Leaves of a tree, as one call sends them."""
 
-    prefix: str  # path of the part of the tree that the call takes; empty for the others together
-    indices: tuple[int, ...]  # of the leaves in the whole tree
-    paths: tuple[str, ...]  # as the call has them, without the prefix
-    leaves: tuple[jax.ShapeDtypeStruct, ...]  # as the call has them, without an axis of layers
+    paths: tuple[str, ...]
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
     methods: tuple[Method | None, ...]  # that the user gave; None for uncompressed leaves
-    repeats: int
     axes: Axes
     compression: Compression
 
     def plan(self, methods: Sequence[Method | None]) -> Sorted:
-        """Sort the leaves of the call into buckets, with a method for each."""
+        """Sort the leaves into buckets, with a method for each."""
         return sort_leaves(self.leaves, self.axes, self.compression, methods)
 
     def bytes_sent(self, methods: Sequence[Method | None]) -> int:
-        """Count the bytes that each worker sends over the slow axis, in all calls."""
+        """Count the bytes that each worker sends over the slow axis."""
         plan = self.plan(methods)
         sent = sum(bucket.bytes_sent for bucket in plan.buckets)
-        sent += exact.bytes_sent(self.axes, [self.leaves[index] for index, _ in plan.exact])
-        return self.repeats * sent
+        return sent + exact.bytes_sent(self.axes, [self.leaves[index] for index, _ in plan.exact])
 
 
 class Expected(NamedTuple):
@@ -59,15 +55,15 @@ class Expected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Leaves of one scope whose bits are the same."""
+    """Leaves whose bits are the same."""
 
-    scope: Scope
+    tree: SentTree
     buckets: tuple[Bucket, ...]  # those that hold all of them, and nothing else
     pattern: str | None = None  # of all leaves; None for a pattern of each
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Leaves of the group, by their numbers in the scope."""
+        """Leaves of the group, by their numbers."""
         return tuple(sorted({index for bucket in self.buckets for index in bucket.leaves}))
 
     @property
@@ -75,7 +71,7 @@ class Group:
         """Patterns of a policy that have these leaves in common."""
         if self.pattern is not None:
             return (self.pattern,)
-        return tuple(exactly(self.scope.paths[index]) for index in self.members)
+        return tuple(exactly(self.tree.paths[index]) for index in self.members)
 
     @property
     def method(self) -> DynamiQ:
@@ -86,8 +82,8 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Coordinates, of all repeats together."""
-        return self.scope.repeats * sum(bucket.size for bucket in self.buckets)
+        """Number of coordinates."""
+        return sum(bucket.size for bucket in self.buckets)
 
     @functools.cached_property
     def grid(self) -> tuple[float, ...]:
@@ -103,7 +99,7 @@ class Group:
         for bucket in self.buckets:
             topology, num_workers = bucket.call.topology, bucket.call.num_workers
             sent += topology.bytes_sent(method.wire_cost(bucket.call), num_workers)
-        return self.scope.repeats * sent
+        return sent
 
     def measure(self, values: Values) -> "Expected":
         """Compute what one compression is expected to lose at each budget of the grid."""
@@ -114,42 +110,40 @@ class Group:
                 for bits in self.grid
             ]
             by_widths = {each.allocation: each for each in layouts}
-            parts = self.scope.axes.num_fast
-            for repeat in range(self.scope.repeats):
-                norms = RowNorms.of(self._flat(bucket, values, repeat))
-                curves = {widths: ErrorCurve(norms, one) for widths, one in by_widths.items()}
-                chunks = bucket.call.num_chunks * parts
-                expected = [curves[one.allocation].at(one.units * chunks) for one in layouts]
-                errors += np.stack(expected, axis=1)
-                energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()
+            norms = RowNorms.of(self._flat(bucket, values))
+            curves = {widths: ErrorCurve(norms, one) for widths, one in by_widths.items()}
+            chunks = bucket.call.num_chunks * self.tree.axes.num_fast
+            expected = [curves[one.allocation].at(one.units * chunks) for one in layouts]
+            errors += np.stack(expected, axis=1)
+            energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()
         return Expected(*errors, *energy)
 
-    def _flat(self, bucket: Bucket, values: Values, repeat: int) -> NDArray[np.float32]:
-        leaves = [values(index, repeat) for index in bucket.leaves]
+    def _flat(self, bucket: Bucket, values: Values) -> NDArray[np.float32]:
+        leaves = [values(index) for index in bucket.leaves]
         if bucket.part is not None:
             leaves = [leaf[slice(*bucket.part)] for leaf in leaves]
         return np.concatenate([leaf.reshape(-1) for leaf in leaves])
 
 
-def groups_of_buckets(scope: Scope) -> Iterator[Group]:
+def groups_of_buckets(tree: SentTree) -> Iterator[Group]:
     """Yield a group for every bucket of DynamiQ, or for all parts of a leaf that is cut."""
     together: dict[tuple[int, ...], list[Bucket]] = {}
-    for bucket in scope.plan(scope.methods).buckets:
+    for bucket in tree.plan(tree.methods).buckets:
         if isinstance(bucket.method, DynamiQ):
             together.setdefault(bucket.leaves, []).append(bucket)
-    yield from (Group(scope, tuple(buckets)) for buckets in together.values())
+    yield from (Group(tree, tuple(buckets)) for buckets in together.values())
 
 
-def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[tuple[Group, str]]:
+def groups_of_patterns(patterns: Sequence[str], tree: SentTree) -> Iterator[tuple[Group, str]]:
     """Yield a group and its pattern for every pattern that leaves of DynamiQ have.
 
     Raises:
       ValueError: such a leaf has no pattern, or leaves of one have methods that differ.
     """
     members: dict[str, list[int]] = {pattern: [] for pattern in patterns}
-    for group in groups_of_buckets(scope):
+    for group in groups_of_buckets(tree):
         for index in group.members:
-            path = "/".join(filter(None, (scope.prefix, scope.paths[index])))
+            path = tree.paths[index]
             first_match = next((each for each in patterns if re.search(each, path)), None)
             if first_match is None:
                 raise ValueError(
@@ -158,15 +152,15 @@ def groups_of_patterns(patterns: Sequence[str], scope: Scope) -> Iterator[tuple[
                 )
             members[first_match].append(index)
     for pattern, own in members.items():
-        methods = [method if n in own else None for n, method in enumerate(scope.methods)]
+        methods = [method if n in own else None for n, method in enumerate(tree.methods)]
         found_methods = list(dict.fromkeys(method for method in methods if method is not None))
         if len(found_methods) > 1:
             raise ValueError(
                 f"groups={list(patterns)!r:.200}: leaves of {pattern!r} have several methods, "
                 f"{found_methods[0]!r} and {found_methods[1]!r}. Give patterns of leaves of one."
             )
-        if buckets := scope.plan(methods).buckets:
-            yield Group(scope, buckets, None if scope.prefix else pattern), pattern
+        if buckets := tree.plan(methods).buckets:
+            yield Group(tree, buckets, pattern), pattern
 
 
 def exactly(path: str) -> str:
