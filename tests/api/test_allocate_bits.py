@@ -368,8 +368,6 @@ BAD = np.where(np.arange(8192) == 7, np.nan, LEAF)
         ([{"a": LEAF}], {"groups": ["a", "b"]}, r"groups.*no leaf is left for 'b'"),
         ([{"a": LEAF}], {"groups": ["("]}, "are no regular expressions"),
         ([{"a": LEAF}], {"groups": "a"}, "groups='a'.*Give several"),
-        ([{"a": LEAF}], {"layers": "b"}, "layers='b': no such path"),
-        ([{"a": LEAF, "b": {"c": LEAF, "d": LEAF[:9]}}], {"layers": "b"}, "leading axes.*differ"),
         (
             [{"a": LEAF, "b": LEAF}],
             {"method": {"a": "dynamiq:4", "": "dynamiq:5"}, "groups": [""]},
