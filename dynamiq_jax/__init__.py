@@ -8,7 +8,7 @@ A train step that averages gradients over the axis "data" sends them compressed:
 For one mean of your own choice:
 
 - grads = jax.lax.pmean(grads, "data")
-+ grads = dq.pmean(grads, "data", key=key)
++ grads = dq.pmean(grads, "data")
 """
 
 import importlib.util

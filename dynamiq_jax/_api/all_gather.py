@@ -25,7 +25,7 @@ def all_gather(
     tree: Tree,
     axis_name: str,
     *,
-    key: Array,
+    key: Array | None = None,
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
@@ -47,8 +47,8 @@ def all_gather(
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
         gathered, are compressed.
       axis_name: one axis; not several.
-      key: PRNG key, the same on all workers, a different key at every step; the key of the
-        `psum_scatter` before may be used again.
+      key: PRNG key, the same on all workers, or None; see `psum`. The key of the `psum_scatter`
+        before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
       tiled: True to join the parts along this dimension; False to stack them along a new one.
       to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
@@ -68,7 +68,7 @@ def all_gather(
 
     >>> import jax, jax.numpy as jnp
     >>> parts = jax.random.normal(jax.random.key(0), (2, 256, 64))
-    >>> gather = lambda x: all_gather(x, "data", key=jax.random.key(1), tiled=True)
+    >>> gather = lambda x: all_gather(x, "data", tiled=True)
     >>> jax.jit(jax.vmap(gather, axis_name="data"))(parts).shape
     (2, 512, 64)
     """
@@ -82,16 +82,16 @@ def all_gather(
 
     # A trace of its own takes the token of the last collective, and returns the next token.
     @jax.custom_vjp
-    def gather(tree: Tree, key: Array, token: Array | None) -> tuple[Tree, Array | None]:
+    def gather(tree: Tree, key: Array | None, token: Array | None) -> tuple[Tree, Array | None]:
         order.remember(token)
         whole = run(collective, tree, key, compression, specs=specs).tree
         whole = compat.vary_over(whole, names) if to == "varying" else whole
         return whole, order.last_token()
 
-    def forward(tree: Tree, key: Array, token: Any) -> tuple[tuple[Tree, Any], Array]:
+    def forward(tree: Tree, key: Any, token: Any) -> tuple[tuple[Tree, Any], Any]:
         return gather(tree, key, token), key
 
-    def backward(key: Array, cotangents: tuple[Tree, Any]) -> tuple[Tree, None, None]:
+    def backward(key: Any, cotangents: tuple[Tree, Any]) -> tuple[Tree, None, None]:
         if tracked and to == "invarying":
             raise ValueError(
                 "to='invarying', but the result of dq.all_gather is differentiated: JAX has summed "

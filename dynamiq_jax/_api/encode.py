@@ -24,6 +24,7 @@ from dynamiq_jax._inputs.options import Options, resolve
 from dynamiq_jax._inputs.policy import Rules, paths_of
 from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax._plan.plan import make_plan
+from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax.messages.formats import FORMATS, Format
 from dynamiq_jax.messages.message import DTYPES, Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
@@ -45,7 +46,7 @@ _COLLECTIVE = _OneMessage(Axes(Axis("message", 2)))
 def encode(
     tree: Any,
     *,
-    key: Array,
+    key: Array | None = None,
     method: Method | str | Rules = DynamiQ(),
     options: Options = Options(),
 ) -> Message:
@@ -63,7 +64,8 @@ def encode(
 
     Args:
       tree: pytree of arrays.
-      key: PRNG key of the rounding noise, another one for each message.
+      key: PRNG key of the rounding noise, another one for each message. None: it follows from a
+        sample of the leaves.
       method: method for all leaves, or a policy; see `psum`. A message can hold `"dynamiq"`,
         `"bf16"`, `"exact"`, `"blockint"` and the MX formats.
       options: leaves that stay exact, and the size of buckets, as in an all-gather of two workers:
@@ -86,7 +88,7 @@ def encode(
     _check_options(options)
     for each in compression.policy.used(tree):
         _format_of(each)  # raises if it is not possible
-    key, names = checks.check_key(key, ()), paths_of(tree)
+    names = paths_of(tree)
     named_leaves(tree)  # raises for what is no array
     leaves = [_as_array(*leaf) for leaf in zip(names, jax.tree.leaves(tree), strict=True)]
     _check_leaves(names, leaves)
@@ -100,7 +102,9 @@ def encode(
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)
-    sent = _sent(leaves, key, tuple(map(_unbiased, plan.buckets)))
+    if key is None:
+        key = fold_in_sample(jax.random.key(0), leaves, (), None)
+    sent = _sent(leaves, checks.check_key(key, ()), tuple(map(_unbiased, plan.buckets)))
     body = [array for bucket in sent for array in bucket]
     body += [leaf for index, leaf in enumerate(leaves) if index not in bucket_of]
     return Message(

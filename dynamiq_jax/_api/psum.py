@@ -20,7 +20,7 @@ def psum(
     tree: Tree,
     axis_name: AxisName,
     *,
-    key: Array,
+    key: Array | None = None,
     method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
@@ -40,8 +40,9 @@ def psum(
         leaf is True where any worker has True.
       axis_name: one axis, or several with the slowest link first: `("hosts", "local")` sums exactly
         over `local`, a part on each worker, compresses over `hosts`, and gathers exactly.
-      key: PRNG key, the same on all workers, a different key at every step. The same key gives the
-        same bits.
+      key: PRNG key of the rounding noise, the same on all workers, another one in each step. The
+        same key gives the same bits. None: it follows from a sample of the leaves of all workers,
+        which adds four bytes. Leaves whose samples repeat repeat their noise.
       method: compression method, or a name such as "dynamiq:5", "paper:4" or "qgz"; or a policy,
         which gives each leaf its own: patterns of paths, the first match counts, such as
         `{"embedding": "dynamiq:6", "norm|bias": "uncompressed", ".*": "dynamiq:5"}`, or a function
@@ -81,7 +82,7 @@ def psum(
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 8192))
-    >>> reduce = lambda g: psum(g, "data", key=jax.random.key(1))
+    >>> reduce = lambda g: psum(g, "data")
     >>> total = jax.jit(jax.vmap(reduce, axis_name="data"))(gradients)
     >>> total.shape, bool((total[0] == total[1]).all())
     ((2, 8192), True)
@@ -103,7 +104,7 @@ def pmean(
     tree: Tree,
     axis_name: AxisName,
     *,
-    key: Array,
+    key: Array | None = None,
     method: Method | str | Rules = DynamiQ(),
     topology: Topology | str = "ring",
     specs: Any = None,
@@ -120,7 +121,7 @@ def pmean(
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
         compressed.
       axis_name: one axis, or several with the slowest link first; see `psum`.
-      key: PRNG key, the same on all workers, a different key at every step.
+      key: PRNG key, the same on all workers, or None; see `psum`.
       method: compression method or policy, without state; see `psum`.
       topology: route of the chunks; see `psum`.
       specs: split of the leaves over axes that the compiler manages; see `psum`.

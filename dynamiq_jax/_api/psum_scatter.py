@@ -19,7 +19,7 @@ def psum_scatter(
     tree: Tree,
     axis_name: str,
     *,
-    key: Array,
+    key: Array | None = None,
     scatter_dimension: int = 0,
     tiled: bool = False,
     method: Method | str | Rules = DynamiQ(),
@@ -37,7 +37,7 @@ def psum_scatter(
       tree: pytree of arrays; floating leaves of at least `options.exact_below` elements are
         compressed.
       axis_name: one axis; not several.
-      key: PRNG key, the same on all workers, a different key at every call.
+      key: PRNG key, the same on all workers, or None; see `psum`.
       scatter_dimension: dimension of every leaf that is scattered: of the size of the axis, or
         divided by it if tiled.
       tiled: True to keep this dimension, divided by the size of the axis; False to remove it.
@@ -55,7 +55,7 @@ def psum_scatter(
 
     >>> import jax, jax.numpy as jnp
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 512, 64))
-    >>> reduce = lambda g: psum_scatter(g, "data", key=jax.random.key(1), tiled=True)
+    >>> reduce = lambda g: psum_scatter(g, "data", tiled=True)
     >>> jax.jit(jax.vmap(reduce, axis_name="data"))(gradients).shape
     (2, 256, 64)
     """

@@ -31,7 +31,7 @@ def run(
     Args:
       collective: kind of collective, and its axes.
       tree: pytree of arrays.
-      key: PRNG key, the same on all workers, or a `SampledKey`.
+      key: PRNG key, the same on all workers, or a `SampledKey`; None: one of the terms alone.
       compression: policy, topology and options.
       specs: how the leaves are split over axes that are not manual here; see `find_shards`.
       states: states of the methods by their names, as from `first_states`; None for those of a
@@ -47,6 +47,7 @@ def run_plan(
     """Check a plan and run it on its leaves; see `run`."""
     number = recording.record(plan)
     leaves = recording.mark(number, "terms", leaves)
+    key = SampledKey.of(key)
     sampled = isinstance(key, SampledKey)
     base = check(plan, leaves, key.base if sampled else key, states)
     outcome = run_on_devices(plan, leaves, base, states, sampled=sampled)

@@ -54,7 +54,7 @@ def run_on_devices(
     def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
-        if sampled:
+        if sampled and plan.buckets:
             varying = frozenset[str]().union(*map(compat.varying_axes, leaves.values()))
             own = (*collective.axes.names, *shards.axes)
             axes = (*own, *sorted(varying - {*own}))

@@ -1,11 +1,15 @@
 """Keys that follow from a sample of arrays, for calls without a key.
 
+All workers have the same sums, and so the same key, and another one in each step, since gradients
+differ from step to step. This is the one place that says what repeats: arrays whose samples repeat,
+as of a step with a learning rate of 0, or of two calls with the same tree, repeat their noise.
+
 A hash of all bits would read every array a second time, and XLA for CPUs would write the mixed bits
 of a whole array to memory. So a sample is read: one coordinate of every 251 of an array, and about
 256 of a small one. Each row of a gradient of an embedding has one, if it has as many coordinates:
 rows of zeros hide no other row. 251 is a prime, so that the sample of a matrix has all columns.
 
-Noise repeats if the sample does. Arrays that differ elsewhere alone then share their noise.
+Arrays that differ elsewhere alone share their noise.
 """
 
 from collections.abc import Sequence
@@ -16,9 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.order import after
-from dynamiq_jax._inputs.shards import P, find_shards
 from pallas_kernels._jax import compat
 from pallas_kernels.codec.rounding import mix
 
@@ -26,32 +28,16 @@ from pallas_kernels.codec.rounding import mix
 class SampledKey(NamedTuple):
     """Key of a collective that depends on a sample of its terms, too, on all workers."""
 
-    base: Any  # PRNG key, the same on all workers
+    base: Array  # PRNG key, the same on all workers
+
+    @classmethod
+    def of(cls, key: Any) -> "SampledKey | Any":
+        """Return a key of a user, or in place of None one that depends on the terms alone."""
+        return cls(jax.random.key(0)) if key is None else key
 
 
 _STRIDE = 251  # coordinates of an array for each one of the sample
 _FEW = 256  # coordinates of the sample from which on a stride is larger than 1
-
-
-def key_of(tree: Any, specs: Any) -> Array:
-    """Return a PRNG key that follows from a sample of a tree, the same on all of its devices.
-
-    Leaves of dtype float0 hold nothing.
-
-    Args:
-      tree: pytree of arrays.
-      specs: split of the leaves over axes that are not manual here; see `find_shards`.
-    """
-    named, _ = named_leaves(tree)
-    leaves = [leaf for _, leaf in named]
-    shards = find_shards([name for name, _ in named], leaves, tree, specs)
-    held = {number: leaf for number, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0}
-
-    def local(held: dict[int, Array]) -> Array:
-        return fold_in_sample(jax.random.key(0), list(held.values()), shards.axes, None)
-
-    split = {number: shards.specs[number] for number in held}
-    return shards.map(local, in_specs=(split,), out_specs=P())(held)
 
 
 def fold_in_sample(
