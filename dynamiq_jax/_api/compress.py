@@ -28,6 +28,7 @@ def compress(
     in_specs: Any = None,
     missing_ok: bool = False,
     options: Options = Options(),
+    with_metrics: bool = False,
 ) -> CompressedStep:
     """Compress the sums over a mesh axis in a train step, which stays as it is.
 
@@ -73,7 +74,9 @@ def compress(
       missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
         all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
         still lists the sums of each.
-      options: sums that stay exact, and the size of buckets; see `psum`.
+      options: sums that stay exact, the size of buckets, and a limit of the error; see `psum`.
+      with_metrics: return `(results, metrics)`, with the metrics of `psum` for each group, in a
+        list. It needs groups outside of maps and loops, as in a global step.
 
     Returns:
       A function with the arguments and results of `fun`. If `fun` is the result of `jax.jit`, so is
@@ -86,7 +89,7 @@ def compress(
       TypeError: `fun` or an argument is of the wrong kind; the step assigns arrays to its object.
       ValueError: when it is called: no sum can be compressed, unless `missing_ok`; the step lacks
         one axis of several; a sum is in an equation that cannot be made anew; a method that carries
-        state; and as `psum`.
+        state; `with_metrics` of a group that is inside of another equation; and as `psum`.
 
     >>> import jax, jax.numpy as jnp
     >>> def step(weights, batch):
@@ -105,7 +108,7 @@ def compress(
             f"key={key!r:.80} cannot be called. Give a function of the arguments of the step, such "
             "as lambda state, batch: jax.random.fold_in(jax.random.key(0), state.step), or None."
         )
-    compression = resolve(method, topology, options, stateless="compress")
+    compression = resolve(method, topology, options, stateless="compress", measures=with_metrics)
     selection = Selection(axis_name, options.exact_below, only, operations)
     evaluator = Evaluator(selection, compression, specs)
     return CompressedStep(fun, key, evaluator, in_specs=in_specs, missing_ok=missing_ok)

@@ -93,11 +93,7 @@ def psum(
         collective = AllReduce(find_axes(axis_name))
         return _result(run(collective, tree, key, compression, specs=specs), with_metrics)
 
-    if not is_unreduced(tree):
-        return reduce(tree)
-    if with_metrics:
-        raise ValueError("with_metrics=True is not possible for unreduced arrays. Leave it out.")
-    return reduce_unreduced(reduce, tree, axis_name)
+    return reduce_unreduced(reduce, tree, axis_name) if is_unreduced(tree) else reduce(tree)
 
 
 def pmean(

@@ -23,6 +23,7 @@ from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import schedule
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
 from dynamiq_jax._rewriting.sums import Selection
+from dynamiq_jax._rewriting.unreduced import Metrics
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
@@ -41,13 +42,14 @@ class _Program:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["program"]
+    jax.tree_util.register_dataclass, data_fields=["arrays", "metrics"], meta_fields=["program"]
 )
 @dataclasses.dataclass(frozen=True)
 class _Results:
     """Results of a program."""
 
     arrays: tuple[Any, ...]
+    metrics: list[Metrics] | None  # of the groups, if they are returned
     program: _Program
 
 
@@ -198,8 +200,9 @@ class CompressedStep:
         if self._key is not None and any(program.schedule.groups()):
             (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
             key = check_key(self._key(*args, **kwargs), ())
-        results = self._evaluator.run(program.schedule, key, *leaves.arrays)
-        return _Results(tuple(results), program)
+        metrics: list[Metrics] | None = [] if self._evaluator.compression.measures else None
+        results = self._evaluator.run(program.schedule, key, *leaves.arrays, metrics=metrics)
+        return _Results(tuple(results), metrics, program)
 
     @staticmethod
     def _finished(leaves: Leaves, results: _Results) -> Any:
@@ -209,7 +212,7 @@ class CompressedStep:
         if leaves.objects:
             leaves.update(leaves.objects, arrays[count:])
         returned, _ = program.results.with_arrays(arrays[:count])
-        return returned
+        return returned if results.metrics is None else (returned, results.metrics)
 
     def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> _Program:
         """Trace the step and schedule it.
@@ -256,6 +259,8 @@ class CompressedStep:
         )
         if not (self._missing_ok or any(made.groups())):
             raise ValueError(_nothing_to_compress(selection, list(made.exact())))
+        if self._evaluator.compression.measures:
+            made.check_no_groups_inside()
         donated = tuple(equations.donated_inputs(traced))
         results, changed = apart
         return _Program(made, results, changed, donated)

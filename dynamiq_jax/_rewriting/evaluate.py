@@ -23,6 +23,7 @@ from dynamiq_jax._rewriting.steps import (
     Reduce,
 )
 from dynamiq_jax._rewriting.sums import Selection
+from dynamiq_jax._rewriting.unreduced import Metrics
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
@@ -36,13 +37,20 @@ class Evaluator:
     compression: Compression
     specs: Any = None  # one for all sums, or a function of a `Sum`
 
-    def run(self, schedule: EvaluationSchedule, key: Array | None, *values: Any) -> list[Any]:
+    def run(
+        self,
+        schedule: EvaluationSchedule,
+        key: Array | None,
+        *values: Any,
+        metrics: list[Metrics] | None = None,
+    ) -> list[Any]:
         """Evaluate a program.
 
         Args:
           schedule: schedule of the program.
           key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
           values: inputs of the program.
+          metrics: list to which the metrics of its groups are added, but for those inside.
         """
         known: dict[Value, Any] = dict(schedule.constants)
         known.update(zip(schedule.inputs, values, strict=True))
@@ -60,7 +68,10 @@ class Evaluator:
                     results = self._enter(step, key, list(map(read, step.inputs)))
                     known.update(zip(step.outputs, results, strict=True))
                 case Reduce():
-                    results = self._reduce(step, [read(each.operand) for each in step.members], key)
+                    operands = [read(each.operand) for each in step.members]
+                    results, found = self._reduce(step, operands, key)
+                    if metrics is not None:
+                        metrics.append(found)
                     known.update(zip((e.result for e in step.members), results, strict=True))
         return [read(each) for each in schedule.outputs]
 
@@ -78,8 +89,10 @@ class Evaluator:
             results[i] = unreduced.of_all_turns(results[i], workers)
         return results
 
-    def _reduce(self, group: Reduce, operands: Sequence[Any], key: Array | None) -> list[Any]:
-        """Reduce the operands of a group in one compressed collective."""
+    def _reduce(
+        self, group: Reduce, operands: Sequence[Any], key: Array | None
+    ) -> tuple[list[Any], Metrics]:
+        """Reduce the operands of a group in one compressed collective, and return its metrics."""
         names = group.members[0].description.axes
         over = self.over(group)
         tree = group.by_path(operands)
@@ -87,7 +100,7 @@ class Evaluator:
             exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
             tree = group.by_path(exactly)
 
-        def compressed(tree: dict[str, Any]) -> dict[str, Any]:
+        def compressed(tree: dict[str, Any]) -> tuple[dict[str, Any], Metrics]:
             collective = group.collective(find_axes(over))
             of_group: Any = jax.random.fold_in(
                 jax.random.key(0) if key is None else key, group.number
@@ -96,20 +109,19 @@ class Evaluator:
                 of_group = SampledKey(of_group)
             specs = self.specs_of(group)
             outcome = run(collective, tree, of_group, self.compression, specs=specs)
-            total: dict[str, Any] = outcome.tree
-            return total
+            return outcome.tree, outcome.metrics
 
         if (workers := group.members[0].workers) is not None:
             results = group.by_path(each.result.var for each in group.members)
             parts = group.by_path(each.part for each in group.members)
-            totals = unreduced.reduced(compressed, tree, results, workers, parts)
+            totals, metrics = unreduced.reduced(compressed, tree, results, workers, parts)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
-            totals = reduce_unreduced(compressed, tree, over)
+            totals, metrics = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
             totals = jax.sharding.reshard(totals, shardings)
         else:
-            totals = compressed(tree)
-        return list(totals.values())
+            totals, metrics = compressed(tree)
+        return list(totals.values()), metrics
 
     def over(self, group: Reduce) -> tuple[str, ...]:
         """Return the axes of a group over which its collective is, slowest first."""

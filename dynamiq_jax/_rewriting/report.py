@@ -12,6 +12,7 @@ from jax import lax
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
+from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.source_files import short_name
 from dynamiq_jax._plan.plan import Plan
@@ -135,9 +136,10 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     compressed = collections.Counter[int]()
     for bucket in plan.buckets:
         whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
+        sent = _bucket_bytes(group, bucket, axes, evaluator.compression.estimates)
         for leaf in bucket.leaves:
             share = math.prod(plan.parts[leaf].shape) / whole
-            compressed[leaf] += share * _bucket_bytes(group, bucket, axes.slow.size)
+            compressed[leaf] += share * sent
     after = {**exactly, **compressed}
     return [
         SumReport(
@@ -170,17 +172,17 @@ def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
     )
 
 
-def _bucket_bytes(group: Reduce, bucket: Bucket, num_workers: int) -> int:
+def _bucket_bytes(group: Reduce, bucket: Bucket, axes: Axes, estimates: bool) -> int:
     """Count the bytes that each worker sends over the slow axis for a bucket."""
     operation, topology = group.members[0].description.operation, bucket.call.topology
     if operation == "psum":
-        return bucket.bytes_sent
+        return bucket.bytes_sent + (sample_bytes(bucket, axes) if estimates else 0)
     cost = bucket.method.wire_cost(dataclasses.replace(bucket.call, collective=operation))
     match operation:
         case "psum_scatter":
-            return cost.statistics_bytes + topology.bytes_scattered(cost, num_workers)
+            return cost.statistics_bytes + topology.bytes_scattered(cost, axes.slow.size)
         case "all_gather":
-            return cost.statistics_bytes + (num_workers - 1) * cost.payload_bytes
+            return cost.statistics_bytes + (axes.slow.size - 1) * cost.payload_bytes
 
 
 def _exact_bytes(operation: Operation, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:

@@ -187,6 +187,17 @@ class EvaluationSchedule:
         """Yield the groups of this program and of those inside."""
         return (step for step in self._all_steps() if isinstance(step, Reduce))
 
+    def check_no_groups_inside(self) -> None:
+        """Raise ValueError for a group whose metrics cannot be results of this program."""
+        for step in self.steps:
+            if isinstance(step, Enter) and any(g for p in step.programs for g in p.groups()):
+                raise ValueError(
+                    "with_metrics=True, but the step has sums to compress inside of "
+                    f"{step.equation.primitive.name!r}, from {equations.place(step.equation)}, "
+                    "which has no such result. Write the sum there with "
+                    "dq.pmean(..., with_metrics=True), or leave with_metrics out."
+                )
+
     def exact(self) -> Iterator[KeptSum]:
         """Yield the sums of this program and of those inside that stay as they are."""
         for step in self._all_steps():

@@ -21,6 +21,7 @@ from pallas_kernels._jax.equations import Atom, Equation
 P = PartitionSpec
 Terms = Array  # [workers, ...]
 Tree = dict[str, Array]
+Metrics = Mapping[str, Array]
 
 
 def parts(
@@ -156,16 +157,16 @@ def total(terms: Terms, result: Atom, workers: WorkerAxis) -> Array:
 
 
 def reduced(
-    reduce: Callable[[Tree], Tree],
+    reduce: Callable[[Tree], tuple[Tree, Metrics]],
     tree: Tree,
     results: Mapping[str, Atom],
     workers: WorkerAxis,
     parts: Mapping[str, int | None],
-) -> Tree:
+) -> tuple[Tree, Metrics]:
     """Reduce unreduced values.
 
     Args:
-      reduce: function of the values of one worker, where the axis is manual.
+      reduce: function of the values of one worker, where the axis is manual, to sums and metrics.
       tree: unreduced values by name.
       results: values of the program, by their types.
       workers: the workers.
@@ -174,17 +175,18 @@ def reduced(
     """
     split = {name: part for name, part in parts.items() if part is not None}
 
-    def of_worker(tree: Tree) -> Tree:
+    def of_worker(tree: Tree) -> tuple[Tree, Metrics]:
         sent: Tree = jax.tree.map(lambda terms: terms[0], tree)
         sent |= {name: jnp.moveaxis(sent[name], part, 0) for name, part in split.items()}
-        totals = reduce(sent)
-        return totals | {name: jnp.moveaxis(totals[name], 0, part) for name, part in split.items()}
+        totals, metrics = reduce(sent)
+        parts = {name: jnp.moveaxis(totals[name], 0, part) for name, part in split.items()}
+        return totals | parts, metrics
 
     specs = jax.tree.map(_spec, results)
     out_specs = jax.tree.map(lambda _: P(), results)
     out_specs |= {name: P(*[None] * part, workers.axis) for name, part in split.items()}
-    function = _mapped(of_worker, workers, (P(workers.axis),), out_specs)
-    total: Tree = _on_automatic_axes(function, workers, specs)(tree)
+    function = _mapped(of_worker, workers, (P(workers.axis),), (out_specs, P()))
+    total: tuple[Tree, Metrics] = _on_automatic_axes(function, workers, (specs, P()))(tree)
     return total
 
 

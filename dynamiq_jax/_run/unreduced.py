@@ -10,7 +10,7 @@ from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._buckets.leaves import named_leaves
 
 P = PartitionSpec
-Tree = TypeVar("Tree")
+Result = TypeVar("Result")
 
 
 def is_unreduced(tree: Any) -> bool:
@@ -18,11 +18,11 @@ def is_unreduced(tree: Any) -> bool:
     return any(_unreduced_axes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def reduce_unreduced(reduce: Callable[[Tree], Tree], tree: Tree, axis_name: AxisName) -> Tree:
+def reduce_unreduced(reduce: Callable[[Any], Result], tree: Any, axis_name: AxisName) -> Result:
     """Reduce the parts of unreduced arrays, as a sum over the axis inside `shard_map` does.
 
     Args:
-      reduce: sum of a tree over the axis.
+      reduce: sum of a tree over the axis, which may have further results.
       tree: pytree of arrays, all unreduced over the axis and no other.
       axis_name: one axis, or several; see `psum`.
 
