@@ -29,6 +29,10 @@ from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
 
+# Behind these, sums over rows wait for the same messages as before.
+_KEEPING = (Messages.NONE, Messages.OF_ROWS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Rules for the compressed sums of a program."""
@@ -52,10 +56,14 @@ class Evaluation:
             return each.value if isinstance(each, Constant) else known[each]
 
         results: Sequence[Any]
+        # Sums over rows wait for all messages but those of each other, which are as in the program:
+        # to delay statistics of a batch would copy its activations.
+        behind = order.last_token()
         for step in schedule.steps:
             match step:
                 case Evaluate():
-                    results = _in_order(step.function, list(map(read, step.inputs)), step.messages)
+                    inputs = list(map(read, step.inputs))
+                    results = _in_order(step.function, inputs, step.messages, behind)
                     known.update(zip(step.outputs, results, strict=True))
                 case Enter():
                     results = self._enter(step, key, list(map(read, step.inputs)))
@@ -66,6 +74,8 @@ class Evaluation:
                 case Reduce():
                     results = self._reduce(step, [read(each.operand) for each in step.members], key)
                     known.update(zip((e.result for e in step.members), results, strict=True))
+            if not (isinstance(step, Evaluate) and step.messages in _KEEPING):
+                behind = order.last_token()
         return [read(each) for each in schedule.outputs]
 
     def _body(self, schedule: EvaluationSchedule) -> inner.Body:
@@ -160,26 +170,27 @@ def _in_order(
     function: Callable[..., Sequence[Any]],
     values: Sequence[Any],
     messages: Messages = Messages.ONCE,
+    behind: Array | None = None,
 ) -> Sequence[Any]:
-    """Call a function that sends messages behind the last collective of the trace.
-
-    The next collective comes behind it.
+    """Call a function that sends messages, in front of the next collective of the trace.
 
     Args:
       function: function of arrays.
       values: its arguments.
       messages: the messages of the function.
+      behind: token that sums over rows wait for. Others wait for the last collective of the trace.
     """
-    token = order.last_token()
+    last = order.last_token()
     match messages:
         case Messages.NONE:
             return function(*values)
-        case Messages.ONCE:
+        case Messages.OF_ROWS | Messages.ONCE:
+            token = behind if messages is Messages.OF_ROWS else last
             values = tuple(_after(token, value) for value in values)
         case Messages.IN_A_LOOP:
-            values = _one_after(token, values)
+            values = _one_after(last, values)
     results = function(*values)
-    order.remember(order.token_of([token, *results]))
+    order.remember(order.token_of([last, *results]))
     return results
 
 

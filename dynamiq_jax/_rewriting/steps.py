@@ -36,6 +36,7 @@ class Messages(enum.Enum):
     """Messages between workers that an equation sends. Its place among others then counts."""
 
     NONE = enum.auto()
+    OF_ROWS = enum.auto()  # of one sum over rows, where the compiler places it
     ONCE = enum.auto()
     IN_A_LOOP = enum.auto()  # which begins when all that it carries is there
 
@@ -44,6 +45,8 @@ class Messages(enum.Enum):
         """Find the messages of an equation."""
         if not equations.collective_axes(equation):
             return cls.NONE
+        if is_over_rows(equation):
+            return cls.OF_ROWS
         return cls.IN_A_LOOP if equations.is_loop(equation) else cls.ONCE
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.devices import Devices
 from tests.compress.global_forms import FORMS
 from tests.compress.global_runs import CASES, OPTIONS, of_pmean, over_data, placed, run
 
@@ -68,3 +70,18 @@ def test_what_travels_as_a_gradient_beside_compressed_ones_stays_as_it_is_bit_fo
     histories = "_overwrite_with_gradient"
     jax.tree.map(np.testing.assert_array_equal, state[histories], wanted[histories])
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(state[histories]))
+
+
+def messages_of(step, made, mesh):
+    text = step.lower(made.state, *made.batch).compile().as_text()
+    sums = [each for each in collectives_of(text, Devices.of(mesh)) if each.opcode == "all-reduce"]
+    return sum(each.times for each in sums)
+
+
+@pytest.mark.parametrize("name", ["cnn_with_batch_norm", "batch_norm_of_2048_channels"])
+def test_sums_that_stay_are_joined_as_without_compression(name):
+    """Statistics of a batch wait for each other only where they do in the step."""
+    _, mesh, made = placed(FORMS[name], "automatic")
+    plain = made.jitted()
+    compressed = dq.compress(plain, "data", method="bf16", options=OPTIONS)
+    assert 2 < messages_of(compressed, made, mesh) <= messages_of(plain, made, mesh)
