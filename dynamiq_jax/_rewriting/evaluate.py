@@ -28,7 +28,6 @@ from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._worker_loss.unreduced import is_unreduced, reduce_unreduced
 
-
 # Behind these, sums over rows wait for the same messages as before.
 _KEEPING = (Messages.NONE, Messages.OF_ROWS)
 
