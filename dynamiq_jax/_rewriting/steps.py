@@ -149,11 +149,15 @@ class Reduce:
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
         params = self.members[0].params
+        # Terms of rows are in the order in which the program makes them.
+        last_first = self.members[0].workers is None
         match self.members[0].description.operation:
             case "psum":
-                return AllReduce(axes)
+                return AllReduce(axes, last_first=last_first)
             case "psum_scatter":
-                return ReduceScatter(axes, params["scatter_dimension"], params["tiled"])
+                return ReduceScatter(
+                    axes, params["scatter_dimension"], params["tiled"], last_first=last_first
+                )
             case "all_gather":
                 return AllGather(axes, params["all_gather_dimension"], params["tiled"])
 
