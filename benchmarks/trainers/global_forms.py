@@ -19,7 +19,15 @@ from benchmarks.harness import command, files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.processes import in_process
 from tests.compress.global_forms import FORMS, Form, Step
-from tests.compress.global_runs import CASES, OPTIONS, of_pmean, over_data, placed, run
+from tests.compress.global_runs import (
+    CASES,
+    OPTIONS,
+    of_pmean,
+    over_data,
+    placed,
+    run,
+    sent_over_data,
+)
 
 NAME = "global_forms"
 
@@ -85,32 +93,24 @@ def measure(form: Form, kind: str, steps: int) -> dict[str, Any]:
 
 
 def bytes_of(form: Form, made: Step, mesh: Any) -> dict[str, Any]:
-    """Count the bytes that a device sends over the axis of the workers.
+    """Count the bytes that a device sends over the axis of the workers, in the compiled programs.
 
-    The surplus is that over `dq.pmean` of the same sums: of the compiled program without the sums
-    that stay as they are, or of the report where rows or parameters travel, too.
+    The surplus is that of all messages of the groups over those of `dq.pmean` of the same sums.
     """
     plain = made.jitted()
     step = dq.compress(plain, "data", options=OPTIONS)
     report = step.report(made.state, *made.batch)
-    grouped = [each for each in report.sums if each.group is not None]
-    before, after = over_data(plain, made, mesh), over_data(step, made, mesh)
-    if form.only_sums:
-        kept = [each for each in report.sums if each.group is None]
-        sent = after - sum((each.bytes_after or 0) * (each.times or 1) for each in kept)
-    else:
-        sent = sum(each.bytes_after for each in grouped)
     means = [
-        of_pmean([each.sum for each in grouped if each.group == group], made, mesh)
+        of_pmean([each.sum for each in report.sums if each.group == group], made, mesh)
         for group in range(report.num_groups)
     ]
+    sent = sent_over_data(step, made, mesh)
     return {
         "compressed": len(report.compressed),
         "groups": report.num_groups,
-        "bytes_before": before,
-        "bytes_after": after,
-        "surplus": sent - sum(means),
-        "is_surplus_reported": not form.only_sums,
+        "bytes_before": over_data(plain, made, mesh),
+        "bytes_after": sum(each.bytes for each in sent),
+        "surplus": sum(each.bytes for each in sent if each.labels) - sum(means),
     }
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._inputs.shards import over
-from dynamiq_jax._inspection.collectives import collectives_of
+from dynamiq_jax._inspection.collectives import CompiledCollective, collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from tests.compress import further_global_forms, global_meshes, global_modules  # noqa: F401
 from tests.compress.global_forms import FORMS, Form, Place, Step
@@ -53,10 +53,14 @@ def _as_numpy(leaf: Any) -> Any:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
+def sent_over_data(step: Any, made: Step, mesh: Mesh) -> list[CompiledCollective]:
+    """Collectives of a step over the workers' axis."""
+    return _sent_over_data(step.lower(made.state, *made.batch).compile(), mesh)
+
+
 def over_data(step: Any, made: Step, mesh: Mesh) -> float:
     """Bytes that a device sends over the workers' axis in a step."""
-    lowered = step.lower(made.state, *made.batch)
-    return _over_data(lowered.compile(), mesh)
+    return sum(each.bytes for each in sent_over_data(step, made, mesh))
 
 
 def of_pmean(sums: Sequence[Any], made: Step, mesh: Mesh) -> float:
@@ -79,10 +83,11 @@ def of_pmean(sums: Sequence[Any], made: Step, mesh: Mesh) -> float:
     mapped = jax.shard_map(
         mean, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
     )
-    return _over_data(jax.jit(mapped).lower(tree).compile(), mesh)
+    sent = _sent_over_data(jax.jit(mapped).lower(tree).compile(), mesh)
+    return sum(each.bytes for each in sent)
 
 
-def _over_data(program: Any, mesh: Mesh) -> float:
-    text = (getattr(program, "compiled", program)).as_text()
-    sent = collectives_of(text, Devices.of(mesh))
-    return sum(each.bytes for each in sent if "data" in each.axes)
+def _sent_over_data(program: Any, mesh: Mesh) -> list[CompiledCollective]:
+    # That of equinox holds the one of JAX.
+    text = getattr(program, "compiled", program).as_text()
+    return [each for each in collectives_of(text, Devices.of(mesh)) if "data" in each.axes]
