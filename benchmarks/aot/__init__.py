@@ -3,6 +3,7 @@
 h200            the benchmark for H200
 pipelined       the same, for pipelined steps alone
 tpu             the benchmark for TPUs
+global_step     the benchmark for a global step, on hosts of H200 and slices of TPUs
 kernels         registers, spills, bytes and instructions of every GPU kernel
 pmean           a compressed `pmean` alone, for several GPUs
 training_step   a data-parallel training step, for several GPUs

@@ -91,7 +91,7 @@ def compile_for(
         for shape, spec in arguments
     ]
     start = time.perf_counter()
-    with _as_on_tpu():
+    with as_on_tpu():
         lowered = jax.jit(mapped).lower(*shapes)
     traced, traced_cpu = time.perf_counter(), time.process_time()
     executable = lowered.compile()
@@ -104,7 +104,7 @@ def compile_for(
 
 
 @contextlib.contextmanager
-def _as_on_tpu() -> Iterator[None]:
+def as_on_tpu() -> Iterator[None]:
     """Trace what a process with TPUs would trace: the default backend decides on kernels."""
     with mock.patch.object(jax, "default_backend", lambda: "tpu"), without_gpu("compile"):
         yield

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 INSTALL = "pip install -e '.[cuda13-aot]'"
 _PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of the version of jax
@@ -184,10 +185,21 @@ def prepare(dump: Path) -> None:
 
 def mesh(devices: int, axis: str) -> Mesh:
     """Make a mesh of H200 on one host."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_as_proto(_TARGET), topology=f"1x1x{devices}"
+    return topologies.make_mesh(_topology(1, devices), (devices,), (axis,))
+
+
+def mesh_of_hosts(axes: dict[str, int]) -> Mesh:
+    """Make a mesh of H200 on several hosts, along the first of two axes, with their sizes."""
+    hosts, devices = axes.values()
+    shaped = np.array(_topology(hosts, devices).devices).reshape(hosts, devices)
+    return Mesh(shaped, tuple(axes), axis_types=(AxisType.Auto,) * 2)
+
+
+def _topology(hosts: int, devices: int) -> Any:
+    """Describe hosts of some H200 each."""
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=_as_proto(_TARGET), topology=f"1x{hosts}x{devices}"
     )
-    return topologies.make_mesh(topology, (devices,), (axis,))
 
 
 def compile_for(

@@ -28,8 +28,12 @@ def median_seconds(function: Callable[..., Any], *args: Any, repeats: int = 15) 
     return statistics.median(seconds[""])
 
 
-def in_turns(calls: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, list[float]]:
-    """Return the wall times of several calls in turns, compiled and warm.
+def in_turns(
+    calls: Mapping[Name, Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Name, list[float]]:
+    """Return the times of several calls in turns, compiled and warm: wall times, or by a clock.
 
     Other work on the machine then slows all of them: see `median_ratio`.
     """
@@ -38,7 +42,7 @@ def in_turns(calls: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name
     seconds: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            seconds[name].append(timed(call)[1])
+            seconds[name].append(timed(call, clock)[1])
     return seconds
 
 

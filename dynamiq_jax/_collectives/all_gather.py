@@ -24,7 +24,7 @@ class AllGather(Collective):
     dimension: int = 0
     tiled: bool = False
 
-    last_first: ClassVar[bool] = False
+    last_first: bool = dataclasses.field(default=False, kw_only=True)
     salt: ClassVar[int | None] = 0x67617468
 
     @override

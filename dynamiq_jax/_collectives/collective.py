@@ -26,9 +26,9 @@ class Collective(abc.ABC):
     """A kind of collective over the workers of some axes."""
 
     axes: Axes
-
     # In a backward pass the gradients of the last leaves are available first.
-    last_first: ClassVar[bool] = True
+    last_first: bool = dataclasses.field(default=True, kw_only=True)
+
     # Folded into the key, so that different kinds with the same key have different noise.
     salt: ClassVar[int | None] = None
 

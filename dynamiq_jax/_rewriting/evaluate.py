@@ -28,6 +28,9 @@ from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
 
+# Behind these, sums over rows wait for the same messages as before.
+_KEEPING = (Messages.NONE, Messages.OF_ROWS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
@@ -59,10 +62,14 @@ class Evaluator:
             return each.value if isinstance(each, Constant) else known[each]
 
         results: Sequence[Any]
+        # Sums over rows wait for all messages but those of each other, which are as in the program:
+        # to delay statistics of a batch would copy its activations.
+        behind = order.last_token()
         for step in schedule.steps:
             match step:
                 case Compute():
-                    results = _in_order(step.function, list(map(read, step.inputs)), step.messages)
+                    inputs = list(map(read, step.inputs))
+                    results = _in_order(step.function, inputs, step.messages, behind)
                     known.update(zip(step.outputs, results, strict=True))
                 case Enter():
                     results = self._enter(step, key, list(map(read, step.inputs)))
@@ -73,6 +80,8 @@ class Evaluator:
                     if metrics is not None:
                         metrics.append(found)
                     known.update(zip((e.result for e in step.members), results, strict=True))
+            if not (isinstance(step, Compute) and step.messages in _KEEPING):
+                behind = order.last_token()
         return [read(each) for each in schedule.outputs]
 
     def _body(self, schedule: EvaluationSchedule) -> inner.Body:
@@ -158,26 +167,27 @@ def _in_order(
     function: Callable[..., Sequence[Any]],
     values: Sequence[Any],
     messages: Messages = Messages.ONCE,
+    behind: Array | None = None,
 ) -> Sequence[Any]:
-    """Call a function that sends messages behind the last collective of the trace.
-
-    The next collective comes behind it.
+    """Call a function that sends messages, in front of the next collective of the trace.
 
     Args:
       function: function of arrays.
       values: its arguments.
       messages: the messages of the function.
+      behind: token that sums over rows wait for. Others wait for the last collective of the trace.
     """
-    token = order.last_token()
+    last = order.last_token()
     match messages:
         case Messages.NONE:
             return function(*values)
-        case Messages.ONCE:
+        case Messages.OF_ROWS | Messages.ONCE:
+            token = behind if messages is Messages.OF_ROWS else last
             values = tuple(_after(token, value) for value in values)
         case Messages.IN_A_LOOP:
-            values = _one_after(token, values)
+            values = _one_after(last, values)
     results = function(*values)
-    order.remember(order.token_of([token, *results]))
+    order.remember(order.token_of([last, *results]))
     return results
 
 

@@ -37,6 +37,7 @@ class Messages(enum.Enum):
     """Messages between workers that an equation sends. Its place among others then counts."""
 
     NONE = enum.auto()
+    OF_ROWS = enum.auto()  # of one sum over rows, where the compiler places it
     ONCE = enum.auto()
     IN_A_LOOP = enum.auto()  # which begins when all that it carries is there
 
@@ -45,6 +46,8 @@ class Messages(enum.Enum):
         """Find the messages of an equation."""
         if not equations.collective_axes(equation):
             return cls.NONE
+        if is_over_rows(equation):
+            return cls.OF_ROWS
         return cls.IN_A_LOOP if equations.is_loop(equation) else cls.ONCE
 
 
@@ -148,11 +151,15 @@ class Reduce:
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
         params = self.members[0].params
+        # Terms of rows are in the order in which the program makes them.
+        last_first = self.members[0].workers is None
         match self.members[0].description.operation:
             case "psum":
-                return AllReduce(axes)
+                return AllReduce(axes, last_first=last_first)
             case "psum_scatter":
-                return ReduceScatter(axes, params["scatter_dimension"], params["tiled"])
+                return ReduceScatter(
+                    axes, params["scatter_dimension"], params["tiled"], last_first=last_first
+                )
             case "all_gather":
                 return AllGather(axes, params["all_gather_dimension"], params["tiled"])
 

@@ -55,6 +55,11 @@ class Step:
     step: Callable[..., Any]
     state: Any
     batch: tuple[Any, ...]
+    jit: Callable[..., Any] = jax.jit  # of the package that the step is written for
+
+    def jitted(self) -> Callable[..., Any]:
+        """The step as its authors run it."""
+        return self.jit(self.step)
 
 
 Shapes = list[tuple[int, ...]]

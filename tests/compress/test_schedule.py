@@ -130,3 +130,26 @@ def test_sums_in_the_order_of_the_step_whatever_the_form(mesh):
     form = FORMS["two_models_one_after_the_other"](mesh)
     report = dq.compress(form.step, "data", method=METHOD).report(*form.args)
     assert [each.group for each in report.compressed] == [0, 0, 1, 1]
+
+
+def test_buckets_of_rows_are_sent_as_the_backward_pass_makes_them(data_mesh, monkeypatch):
+    """More than ten, of which each is a bucket."""
+    layers, sizes = [jnp.full((64, 64 + 2 * i), 0.01) for i in range(12)], []
+
+    def loss(layers, x):
+        for w in layers:
+            x = jnp.tanh(x @ w)[:, :64] + x
+        return jnp.mean(x**2)
+
+    def all_reduce(self, flat, call, key, state):
+        sizes.append(flat.size)
+        return all_reduce_of(self, flat, call, key, state)
+
+    all_reduce_of = dq.BF16.all_reduce
+    monkeypatch.setattr(dq.BF16, "all_reduce", all_reduce)
+    shardings = [jax.NamedSharding(data_mesh(2), spec) for spec in (P(), P("data"))]
+    args = jax.device_put((layers, jnp.ones((8, 64))), tuple(shardings))
+    options = dq.Options(bucket_bytes=4 * layers[-1].size, bucketing="in_order")
+    step = dq.compress(jax.jit(jax.grad(loss)), "data", method="bf16", options=options)
+    step.trace(*args)
+    assert sizes == [leaf.size for leaf in reversed(layers)]

@@ -93,7 +93,7 @@ class GatherMean(_Half):
     """Second half: the mean on every worker, from the shards of all of them."""
 
     # A forward pass uses the first leaves first.
-    last_first: ClassVar[bool] = False
+    last_first: bool = dataclasses.field(default=False, kw_only=True)
     salt: ClassVar[int | None] = AllGather.salt
 
     def bytes_sent(self, bucket: Bucket) -> int:
