@@ -59,7 +59,7 @@ class _MeasuredStep:
     def __init__(
         self,
         step: Any,
-        axis_name: str,
+        axis_name: str | tuple[str, ...],
         *,
         measured: dict[str, Any],
         method: str,
@@ -90,9 +90,10 @@ class _MeasuredStep:
         text = getattr(compiled, "compiled", compiled).as_text()  # equinox has a class of its own
         sent = sent_by_axes(text, self._mesh)
         parameters = self._parameters(*args, **kwargs)
+        slow = self._axis_name if isinstance(self._axis_name, str) else self._axis_name[0]
         promised = dq.wire_report(
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters),
-            self._axis_name,
+            slow,
             mesh=self._mesh,
             specs=jax.tree.map(_spec, parameters),
             method=self._method or "exact",

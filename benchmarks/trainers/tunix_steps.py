@@ -106,7 +106,7 @@ def all_parameters(wrap: Wrap) -> list[float]:
     from flax import nnx
 
     mesh = workers()
-    with jax.set_mesh(mesh):
+    with mesh:
         return _tuned(llama(mesh), wrap, nnx.Param)
 
 
@@ -117,7 +117,7 @@ def adapters(wrap: Wrap) -> list[float]:
 
     mesh = workers()
     provider = qwix.LoraProvider(module_path=".*[qkvo]_proj", rank=64, alpha=64.0)
-    with jax.set_mesh(mesh):
+    with mesh:
         inputs = _model_input(_tokens())
         model = qwix.apply_lora_to_model(
             *(llama(mesh), provider, inputs["input_tokens"], inputs["positions"], None),
@@ -159,7 +159,7 @@ def preferences(wrap: Wrap) -> list[float]:
         rejected_mask=mask(),
     )
     mesh = workers()
-    with jax.set_mesh(mesh):
+    with mesh:
         config = training_config(dpo.DPOTrainingConfig)
         trainer = dpo.DPOTrainer(llama(mesh), llama(mesh), optax.adamw(1e-3), config)
         losses = wrap_step(trainer, wrap, nnx.Param)
