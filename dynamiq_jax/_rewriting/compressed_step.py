@@ -304,7 +304,7 @@ class _Method(CompressedStep):
 
 
 def _leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of a value; none if JAX cannot flatten it, as dictionaries without order."""
+    """Return the leaves of a value; none of a dictionary whose keys have no order."""
     try:
         return jax.tree.leaves(value)
     except ValueError:
