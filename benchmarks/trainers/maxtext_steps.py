@@ -84,7 +84,7 @@ class Run:
             arguments = [f"{key}={value}" for key, value in options.items()]
             with mock.patch.object(train_utils, "jit_train_step", wrapped):
                 train.run(*train.initialize(["", str(base), *arguments]))
-            return [_mean_loss(json.loads(line)) for line in metrics.read_text().splitlines()]
+            return [mean_loss(json.loads(line)) for line in metrics.read_text().splitlines()]
 
 
 def is_mean_of_replicas(each: Any) -> bool:
@@ -107,7 +107,7 @@ def show_means_of_replicas() -> None:
         setattr(utils, name, functools.partial(synchronized, getattr(utils, name)))
 
 
-def _mean_loss(metrics: dict[str, float]) -> float:
+def mean_loss(metrics: dict[str, float]) -> float:
     """Return the loss of one step, with DiLoCo the mean over the replicas."""
     islands = [value for name, value in metrics.items() if "loss_island" in name]
     return float(np.mean(islands)) if islands else metrics["learning/loss"]
