@@ -32,18 +32,16 @@ def _global_steps(is_shown: Callable[[str], bool]) -> str:
     for row in _rows(is_global=True):
         if not is_shown(row["run"]):
             continue
-        kinds = unwrapped, exact, compressed = (
-            row[kind] for kind in ("unwrapped", "exact", "compressed")
-        )
+        kinds = [row[kind] for kind in ("unwrapped", "exact", "compressed")]
         before, _, after = (_between_workers(kind) for kind in kinds)
         others = [sum(kind["bytes_sent"].values()) - _between_workers(kind) for kind in kinds]
         rows.append(
             [
                 row["title"],
-                *(f"{kind['losses'][-1]:.5g}" for kind in (unwrapped, exact, compressed)),
+                *(f"{kind['losses'][-1]:.5g}" for kind in kinds),
                 f"{before:,.0f}",
                 f"{after:,.0f}",
-                f"{compressed['bytes_of_pmean']:,.0f}",
+                f"{kinds[2]['bytes_of_pmean']:,.0f}",
                 f"{others[2] / others[0]:.3f}" if others[0] else "",
             ]
         )
