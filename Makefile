@@ -34,11 +34,11 @@ test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 	$(PYTEST) --x64 -m "not slow" $(X64) $(ARGS)
 
 test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its own (1.6 GB)
-	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py $(ARGS)
+	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv-steps/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
-	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py tests/trainers/test_flower.py $(ARGS)
-	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py $(ARGS)
+	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py tests/trainers/test_flower.py tests/trainers/test_compressed_steps.py $(ARGS)
+	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py tests/trainers/test_compressed_steps.py $(ARGS)
 	.venv-steps/bin/python -m pytest tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
@@ -115,6 +115,7 @@ $(VENV)/installed: pyproject.toml
 .venv-trainers/installed: pyproject.toml tests/trainers/requirements.txt
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/python -m pip install --quiet --editable . pytest hypothesis --requirement tests/trainers/requirements.txt
+	.venv-trainers/bin/python -m pip install --quiet --no-deps blaxbird==0.2.0
 	@touch $@
 
 .venv-maxtext/installed: pyproject.toml benchmarks/trainers/maxtext-requirements.txt

@@ -18,7 +18,10 @@ print("\\n" + json.dumps(result))
 
 
 def in_process(
-    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Any:
     """Call a function in a new process, and return its result.
 
@@ -26,6 +29,7 @@ def in_process(
       function: function at the top of a module.
       arguments: values that JSON has, which also turns tuples into lists.
       environment: variables of the process, besides those of this one.
+      python: interpreter of the process.
 
     Returns:
       The result, as JSON has it.
@@ -37,7 +41,7 @@ def in_process(
     if module == "__main__":  # of the benchmark that runs
         module = cast(Any, sys.modules[module]).__spec__.name
     done = subprocess.run(
-        [sys.executable, "-c", _CODE, module, function.__name__, json.dumps(arguments)],
+        [python, "-c", _CODE, module, function.__name__, json.dumps(arguments)],
         capture_output=True,
         text=True,
         check=False,

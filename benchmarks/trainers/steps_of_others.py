@@ -7,7 +7,6 @@ around what `jax.pmap` returns.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import sys
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Wrap = Callable[[Any, str], Any]  # step and name of its axis to the step to run
+from benchmarks.trainers.training import PackageTraining, Wrap
 
 
 @contextlib.contextmanager
@@ -279,23 +278,19 @@ def _put_loader_in_place_of_torch() -> None:
         sys.modules.setdefault(name, loader)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackageTraining:
-    """A short training of a package."""
-
-    title: str
-    package: str  # its name in the package index
-    place: str  # where the wrap is put
-    train: Callable[[Wrap], list[float]]
-
-
 TRAININGS = {
-    "brax": PackageTraining("brax, PPO", "brax", "`jax.pmap` replaced", brax_ppo),
-    "jumanji": PackageTraining("jumanji, A2C", "jumanji", "`agent.run_epoch`", jumanji_a2c),
-    "flaxdiff": PackageTraining(
-        "flaxdiff", "flaxdiff", "`_define_train_step` of a subclass", flaxdiff
-    ),
-    "diffusionjax": PackageTraining(
-        "diffusionjax", "diffusionjax", "`run_lib.get_step_fn`", diffusionjax
-    ),
+    package: PackageTraining(
+        title=title,
+        package=package,
+        module=package,
+        environment="steps",
+        place=place,
+        train=removed_functions()(function),
+    )
+    for function, package, title, place in (
+        (brax_ppo, "brax", "brax, PPO", "`jax.pmap` replaced"),
+        (jumanji_a2c, "jumanji", "jumanji, A2C", "`agent.run_epoch`"),
+        (flaxdiff, "flaxdiff", "flaxdiff", "`_define_train_step` of a subclass"),
+        (diffusionjax, "diffusionjax", "diffusionjax", "`run_lib.get_step_fn`"),
+    )
 }

@@ -28,6 +28,7 @@ from docs.scripts import (
     real_lm_tables,
     sentences,
     tpu_tables,
+    trainer_tables,
     training_tables,
 )
 from docs.scripts.advised import at_five_bits, break_even_gbit, gain_of_a_step
@@ -340,47 +341,6 @@ def transforms() -> str:
     return markdown(list(headings), rows)
 
 
-def maxtext() -> str:
-    """Write losses and bytes of MaxText: maxtext.json."""
-    rows = []
-    for row in results_of("maxtext"):
-        kinds = row["exact"], row["compressed"]
-        rows.append(
-            [
-                row["title"],
-                *(f"{kind['losses'][-1]:.4f}" for kind in kinds),
-                *(f"{sum(kind['bytes_between_workers'].values()):,.0f}" for kind in kinds),
-                f"{row['ratio_bf16']:.2f}",
-                f"{row['ratio_of_others']:.3f}",
-            ]
-        )
-    headings = "run", "loss, exact", "compressed", "bytes, exact", "compressed", "fewer than BF16"
-    headings += ("other axes",)
-    return markdown(list(headings), rows)
-
-
-def compressed_steps() -> str:
-    """Write losses and bytes of the train steps of other packages: compressed_steps.json."""
-    rows = []
-    for row in results_of("compressed_steps"):
-        exact, compressed = row["exact"], row["compressed"]
-        before, after = compressed["bytes_before"], compressed["bytes_after"]
-        rows.append(
-            [
-                row["title"],
-                row["place"],
-                *(f"{kind['losses'][-1]:.4g}" for kind in (exact, compressed)),
-                f"{compressed['sums_compressed']}, {compressed['sums_exact']} exact",
-                f"{before:,.0f}",
-                f"{after:,.0f}",
-                f"{before / after:.1f}",
-            ]
-        )
-    headings = "package", "place of the wrap", "loss, exact", "compressed", "sums compressed"
-    headings += "bytes, exact", "compressed", "fewer"
-    return markdown(list(headings), rows)
-
-
 def environments() -> str:
     """Write the result files of each machine and version of JAX, with the days of the runs."""
     files: dict[tuple[str, str], list[str]] = {}
@@ -415,8 +375,6 @@ _ALL = (
     in_flight,
     big_models,
     transforms,
-    maxtext,
-    compressed_steps,
     environments,
     cpu_codec,
     choice_tables.which_method,
@@ -431,6 +389,7 @@ _ALL = (
     *real_lm_tables.ALL,
     *sentences.ALL,
     *tpu_tables.ALL,
+    *trainer_tables.ALL,
     *training_tables.ALL,
 )
 TABLES = {function.__name__: function for function in _ALL}

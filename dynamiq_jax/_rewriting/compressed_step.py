@@ -279,8 +279,8 @@ class CompressedStep:
 
     def _check_unchanged(self) -> None:
         """Check that a trace has left no array in the object of the step."""
-        held = jax.tree.leaves(dict(getattr(self._owner, "__dict__", {})))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in held):
+        held = getattr(self._owner, "__dict__", {}).values()
+        if any(isinstance(leaf, jax.core.Tracer) for each in held for leaf in _leaves_of(each)):
             raise TypeError(
                 "The step assigns arrays to attributes of an object, such as self.state, which "
                 "would happen only while it is traced. Return them, or compress the function "
@@ -308,6 +308,14 @@ class _Method(CompressedStep):
     @override
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:
         return super()._leaves((self._instance, *args), kwargs)
+
+
+def _leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a value; none of a dictionary whose keys have no order."""
+    try:
+        return jax.tree.leaves(value)
+    except ValueError:
+        return []
 
 
 def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:

@@ -5,7 +5,7 @@ parameter is updated. So the spec of one is that of the other, if it can be seen
 an argument, of a function that is jitted, or of `with_sharding_constraint`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -22,6 +22,8 @@ _ELEMENTWISE = {
     *("pvary", "rsqrt", "select_n", "sharding_constraint", "sign", "sqrt", "square", "sub", "tanh"),
     *("psum", "psum_invariant"),
 }
+# Equations whose result lies as their first input does, where they cut no dimension that is split.
+_SLICES = {"dynamic_slice", "slice"}
 
 
 class Placement:
@@ -30,6 +32,7 @@ class Placement:
     def __init__(self, nodes: Iterable[Node]):
         self._parents: dict[Value, Value] = {}
         self._specs: dict[Value, set[PartitionSpec]] = {}  # that are known, by the values
+        self._cuts: list[tuple[Value, Value, Sequence[int]]] = []  # parts, wholes, dimensions cut
         for node in nodes:
             self._read(node)
 
@@ -45,17 +48,27 @@ class Placement:
           value: the value.
           axes: names of the axes that count.
         """
-        root = self._root(value)
         kept = set(axes)
         if (typed := _spec_of_type(value)) is not None:
             return _trimmed(over(typed, kept))
-        found = {
-            _trimmed(over(spec, kept))
+        found = self._known(value, kept) or {
+            spec
+            for part, whole, cut in self._cuts
+            if self._root(part) == self._root(value)
+            for spec in self._known(whole, kept)
+            if all(each is None or dim not in cut for dim, each in enumerate(spec))
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def _known(self, value: Value, axes: Collection[str]) -> set[PartitionSpec]:
+        """Return the specs that are known of a value, or of others that lie as it does."""
+        root = self._root(value)
+        return {
+            _trimmed(over(spec, axes))
             for key, specs in self._specs.items()
             if self._root(key) == root
             for spec in specs
         }
-        return found.pop() if len(found) == 1 else None
 
     def scattered(self, value: Value, axis: str) -> int | None:
         """Return the dimension of a value that an axis alone splits; None if there is none."""
@@ -69,6 +82,12 @@ class Placement:
         return {i: spec for i, spec in found if spec is not None}
 
     def _read(self, node: Node) -> None:
+        if node.equation.primitive.name in _SLICES:
+            before, after = map(
+                equations.shape_of, (node.equation.invars[0], node.equation.outvars[0])
+            )
+            cut = [dim for dim, size in enumerate(after) if size != before[dim]]
+            self._cuts.append((node.outputs[0], node.inputs[0], cut))
         if node.equation.primitive.name not in _ELEMENTWISE:
             return
         for variable, output in zip(node.equation.outvars, node.outputs, strict=True):

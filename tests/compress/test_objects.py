@@ -27,6 +27,7 @@ class Trainer:
         self.losses = []
         self.traces = 0
         self.scale = 2.0
+        self.tables = {"a": 0, 1: 1}  # keys without order, of which JAX makes no tree
         self._key = "mine"
         self.report = "mine"
 

@@ -320,3 +320,28 @@ def test_explicit_axes_are_in_the_report(check_vma, scattered):
         (found,) = compressed.report(weights, rows).compressed
         sent = dq.inspect(compressed, weights, rows).bytes_compressed
     assert found.bytes_after == sent == (1 if scattered else 2) * 32 * 32 / 2
+
+
+def sliced(mesh):
+    """Return a step that trains the first half of a matrix alone."""
+    gradient = jax.shard_map(
+        jax.grad(lambda half, x: lax.pmean(jnp.mean((x @ half) ** 2), "data")),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+    )
+    return lambda matrix, x: matrix.at[:32].set(matrix[:32] - gradient(matrix[:32], x))
+
+
+def test_a_slice_lies_as_its_parameter_does_unless_it_cuts_what_is_split(mesh):
+    matrix = jnp.concatenate([PARAMS["w"], PARAMS["v"]])
+    step = dq.compress(sliced(mesh), "data", **OPTIONS)
+
+    def report(spec):
+        return step.report(jax.device_put(matrix, jax.NamedSharding(mesh, spec)), X)
+
+    (whole,), (half,) = report(P()).compressed, report(P(None, "fsdp")).compressed
+    assert half.bytes_after == pytest.approx(whole.bytes_after / 2)
+    with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
+        report(P("fsdp"))

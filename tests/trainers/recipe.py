@@ -21,7 +21,9 @@ def run_lines(page: str, section: str, names: dict[str, Any], method: str = "dyn
     sections = dict(zip(["", *parts[1::2]], parts[::2], strict=True))
     blocks = re.findall(r"^```py\n(.*?)^```$", sections[section], re.DOTALL | re.MULTILINE)
     assert blocks, f"{page} has no code in {section!r}"
-    changed = "\n".join(blocks).replace('axis_name="data"', f'axis_name="data", method={method!r}')
-    changed = changed.replace("mean=True", f"mean=True, method={method!r}")
-    changed = changed.replace('method="dynamiq:8"', f"method={method!r}")
+    changed = "\n".join(blocks)
+    if method != "dynamiq":
+        changed = changed.replace('axis_name="data"', f'axis_name="data", method={method!r}')
+        changed = re.sub(r"(dq\.compress\(.*?, )", rf"\1method={method!r}, axis_name=", changed)
+        changed = changed.replace('method="dynamiq:8"', f"method={method!r}")
     exec(compile(changed, f"{page}, {section}", "exec"), names)
