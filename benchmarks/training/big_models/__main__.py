@@ -42,7 +42,7 @@ def cases() -> dict[str, tuple[Case, int]]:
     for form in ("compress", "pmean in a map"):
         name = f"8 B on 256 devices, {form}, lowered alone"
         known[name] = decoder.Case(form, 32, (16, 16)), 256
-    for count in (1, 8, 32, 64):
+    for count in (8, 32, 64):
         known[f"{count} buckets of 128 MiB"] = dense.Buckets(count), 4
     for count in (8, 32):
         known[f"{count} buckets of 128 MiB in order"] = dense.Buckets(count, "in_order"), 4
