@@ -168,8 +168,8 @@ def cases() -> list[Case]:
     known += [
         Case("all_gather axis=-1", "dynamiq", tree="mixed"),
         Case("psum_scatter dimension=1", "dynamiq", tree="mixed"),
-        Case("value_and_grad", "dynamiq"),
-        Case("value_and_grad", "exact", "butterfly"),
+        Case("compress", "dynamiq"),
+        Case("compress", "exact", "butterfly"),
         Case("psum over two axes", "dynamiq", workers=8, tree="mixed"),
         Case("psum over two axes", "thc", workers=8, tree="mixed"),
         Case("all_reduce_gradients over two axes", "ef+powersgd", workers=8, tree="mixed"),
@@ -186,8 +186,8 @@ def cases() -> list[Case]:
 
 def program(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The case as a compiled function, and its arguments."""
-    if case.function == "value_and_grad":
-        return value_and_grad(case)
+    if case.function == "compress":
+        return global_step(case)
     two_axes = "two axes" in case.function
     axes: Any = ("hosts", "local") if two_axes else "data"
     shape = (2, case.workers // 2) if two_axes else (case.workers,)
@@ -246,26 +246,27 @@ def _left_to_jax() -> str:
     return getattr(policy, "UNCOMPRESSED", "exact")
 
 
-def value_and_grad(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Gradients of a small network over the axis of a mesh."""
+def global_step(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Loss and gradients of a small network, of which the compiler splits the rows."""
     mesh = jax.make_mesh(
         (case.workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
     )
     rng = np.random.default_rng(0)
     params = {"w": rng.standard_normal((64, 96)).astype(np.float32), "b": np.zeros(96, np.float32)}
     x = rng.standard_normal((32, 64)).astype(np.float32)
+    x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("data")))
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
-    grad_fn = dq.value_and_grad(
-        loss,
-        mesh=mesh,
-        axis_name="data",
+    step = dq.compress(
+        jax.jit(jax.value_and_grad(loss)),
+        "data",
         method=METHODS[case.method],
         topology=TOPOLOGIES[case.topology],
+        key=lambda params, x: jax.random.key(KEY),
     )
-    return jax.jit(lambda p, x: grad_fn(p, x, key=jax.random.key(KEY))), (params, x)
+    return step, (params, x)
 
 
 def collectives(hlo: str) -> list[str]:

@@ -3,7 +3,7 @@
     python -m examples.finetune_llm  # offline, about 5 minutes on 2 CPU cores
     python -m examples.finetune_llm --checkpoint Llama-3.2-1B-Instruct --data chats.jsonl
 
-llm/train_step.py has a train step as many programs have one, and `make_trainer` of llm/routes.py
+llm/train_step.py has a train step as JAX's guides write one, and `make_trainer` of llm/routes.py
 the line that compresses it: `step = dq.compress(step, "data")`. The same command is for CPUs with
 virtual devices, several hosts, GPUs and TPUs.
 
@@ -74,8 +74,8 @@ def finetune(options: Options) -> None:
         seed=options.seed,
     )
     recipes = {folder: recipe}
-    if options.compare and recipe.chosen_route != "exact":
-        exact = dataclasses.replace(recipe, method="exact", route="exact")
+    if options.compare and not recipe.is_exact:
+        exact = dataclasses.replace(recipe, method="exact", route=None)
         recipes = {folder / "exact": exact} | recipes
     console.print(check_runs(task, recipes, options.save_every), soft_wrap=True)
     runs: dict[str, list[Record]] = {}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.real_lm.texts import Text, rows
 from examples.llm import checkpoint
 from examples.llm.data import Rows
-from examples.llm.loss import loss_of_rows
+from examples.llm.loss import sum_of_losses
 from examples.llm.model import abstract_decoder
 
 LAYER = re.compile(r"layers\.(\d+)")
@@ -57,7 +57,7 @@ def worker_gradients(
 
     @jax.jit
     def gradient(params: nnx.State, rows: Rows) -> nnx.State:
-        grads = jax.grad(lambda p: loss_of_rows(structure, p, rows))(params)
+        grads = jax.grad(lambda p: sum_of_losses(structure, p, rows))(params)
         return jax.tree.map(lambda leaf: leaf * scale, grads)
 
     for worker in range(workers):

@@ -1,12 +1,12 @@
 """Parts of examples/finetune_llm.py.
 
-train_step   a data-parallel train step of flax and optax, without this library
-routes       the line that compresses it, and other routes to compressed gradients
+train_step   a train step of optax on global arrays, without this library
+routes       the line that compresses it
 with_states  the route for methods that carry states
 options      options of the command
 recipe       hyperparameters, and the optimizer
 model        a decoder of the Llama family in flax nnx
-loss         its loss, of the rows of a worker and of all rows that are held out
+loss         its loss, of a train step and of all rows that are held out
 checkpoint   its configuration and weights in Hugging Face's layout
 data         documents and chats, packed into rows of tokens
 sharding     the split of arrays over the devices of a worker

@@ -1,4 +1,4 @@
-"""The loss of a language model: over the rows of a worker, and over all rows that are held out."""
+"""The loss of a language model: of a train step, and over all rows that are held out."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from examples.llm.model import Params
 LOGITS_AT_ONCE = 128  # positions of each row
 
 
-def loss_of_rows(structure: nnx.GraphDef, params: Params, rows: Rows) -> jax.Array:
+def sum_of_losses(structure: nnx.GraphDef, params: Params, rows: Rows) -> jax.Array:
     """Sum the loss over all targets to learn, float32 in nats; rows are `[batch, context]`.
 
     Logits take the memory of hundreds of layers where the vocabulary is large. They are computed
@@ -41,6 +41,12 @@ def loss_of_rows(structure: nnx.GraphDef, params: Params, rows: Rows) -> jax.Arr
     return jnp.sum(jax.lax.map(loss, parts))
 
 
+def mean_loss(structure: nnx.GraphDef, params: Params, rows: Rows) -> jax.Array:
+    """Average the loss over all targets to learn; see `sum_of_losses`."""
+    targets = jnp.sum(rows.learned, dtype=jnp.float32)
+    return sum_of_losses(structure, params, rows) / jnp.maximum(targets, 1.0)
+
+
 def evaluator(
     structure: nnx.GraphDef, rows: Rows, batch: int, mesh: Mesh
 ) -> Callable[[Params], float]:
@@ -54,7 +60,7 @@ def evaluator(
     batches = [place(padded, np.arange(start, start + batch), mesh) for start in starts]
     # There are no gradients to compress, so the compiler manages both axes.
     summed = jax.jit(
-        lambda params, rows: loss_of_rows(structure, params, rows),
+        lambda params, rows: sum_of_losses(structure, params, rows),
         out_shardings=NamedSharding(mesh, P()),
     )
     count = int(rows.learned.sum())

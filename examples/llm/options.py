@@ -24,7 +24,7 @@ class Options:
     of the documents is held out to evaluate on."""
 
     method: str = "dynamiq:5"
-    """How gradients are averaged: exact for jax.lax.pmean, or
+    """How gradients are averaged: exact for the train step as it is, or
     [ef+|gc+|ef21m+]METHOD[:BITS][:FIELD=VALUE]..., such as dynamiq:4, mxfp8, bf16 or
     ef+topk_chunked:2 (ef+ adds error feedback)."""
 
@@ -32,10 +32,10 @@ class Options:
     """How gradients travel: ring, butterfly or all_to_all."""
 
     route: Route | None = None
-    """Function of the library that averages. compress wraps the train step as it is, and is the
-    default. data_parallel wraps its loss. all_reduce_gradients is a part of the optimizer: it alone
-    keeps the states of methods such as ef+topk_chunked or powersgd, of which it is the default, and
-    records an estimated error in each step. exact is jax.lax.pmean."""
+    """Function of the library that compresses. compress wraps the train step as it is, and is the
+    default. all_reduce_gradients is a part of the optimizer: it alone keeps the states of methods
+    such as ef+topk_chunked or powersgd, of which it is the default, and records an estimated error
+    in each step."""
 
     compare: bool = False
     """Fine-tune with the exact mean too, for a table of both."""
@@ -64,7 +64,7 @@ class Options:
 
     seed: int = 0
     """Seed of the order of rows, and of the rounding of gradients by all_reduce_gradients. That of
-    the other functions follows from the bits of the gradients."""
+    compress follows from the bits of the gradients."""
 
     save_every: int = 50
     """Steps between checkpoints. A crash loses at most as many."""
@@ -95,5 +95,5 @@ class Options:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients travel by jax.lax.pmean."""
-        return (self.route or self.method) == "exact"
+        """Whether nothing is compressed."""
+        return self.method == "exact"

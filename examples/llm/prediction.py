@@ -31,7 +31,7 @@ def predicted_seconds(
     for link in _LINKS.get(device, _LINKS_OF_ACCELERATORS):
         rate = parse_rate(link)
         network = Network(gbit_per_s=rate / 1e9)
-        if recipe.chosen_route == "exact":
+        if recipe.is_exact:
             codec = SUM_SPEEDS[kind]
             all_reduce = predict_exact(size, workers, network=network, codec=codec)
         else:

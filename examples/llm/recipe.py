@@ -8,8 +8,7 @@ import optax
 
 import dynamiq_jax as dq
 
-# Functions of dynamiq_jax, and "exact" for `jax.lax.pmean`.
-Route = Literal["exact", "compress", "data_parallel", "all_reduce_gradients"]
+Route = Literal["compress", "all_reduce_gradients"]  # functions of dynamiq_jax
 ROUTES: tuple[Route, ...] = get_args(Route)
 
 
@@ -19,24 +18,27 @@ class Recipe:
 
     method: str | dict[str, str] = "exact"  # or methods by pattern of the parameter's path
     topology: str = "ring"
-    route: Route | None = None  # that averages gradients; None for that of the method
+    route: Route | None = None  # function that compresses; None for that of the method
     steps: int
     learning_rate: float  # the peak, after a rise over a tenth of the steps
-    seed: int = 0  # of the batches, and of the rounding noise where a route takes one
+    seed: int = 0  # of the batches, and of the rounding noise of all_reduce_gradients
 
     @property
     def name(self) -> str:
         """Name of a run."""
-        return "exact" if self.chosen_route == "exact" else f"{self.method}:{self.topology}"
+        return "exact" if self.is_exact else f"{self.method}:{self.topology}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is compressed."""
+        return self.method == "exact"
 
     @property
     def chosen_route(self) -> Route:
-        """Route that averages gradients."""
+        """Function that compresses gradients."""
         if self.route is not None:
             return self.route
-        if self.method == "exact":
-            return "exact"
-        # Of these functions, it alone has names of leaves and a place for states.
+        # It alone has names of leaves and a place for states.
         if isinstance(self.method, dict) or dq.methods.resolve_method(self.method).is_stateful:
             return "all_reduce_gradients"
         return "compress"

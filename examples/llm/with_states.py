@@ -1,7 +1,7 @@
 """The route for methods that carry states, and for metrics of each step: an optax transformation.
 
-The step is that of train_step.py without its `pmean` of the gradients: the optimizer averages them.
-A state of a method, such as a residual, is the worker's own.
+`dq.all_reduce_gradients` stands in front of the optimizer, and the train step is the program of a
+worker, in `jax.shard_map`. The state of a method, such as a residual, is the worker's own.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from examples.llm.data import Rows
+from examples.llm.loss import sum_of_losses
 from examples.llm.model import Params
 from examples.llm.recipe import Recipe
-from examples.llm.sharding import fsdp_specs, on_mesh, placed
-from examples.llm.train_step import State, SumOfLosses
+from examples.llm.sharding import fsdp_specs
+from examples.llm.train_step import State, TrainStep, make_init, make_train_step
 
 # How a map over "data" splits the state.
 _SPECS = State(P(), (dq.AllReduceState(step=P(), method=P("data"), metrics=P()), P()))
@@ -38,21 +40,43 @@ def averaging(
     return optax.chain(average, optimizer)
 
 
-def initial_state(
-    optimizer: optax.GradientTransformation, shapes: Params, mesh: Mesh
-) -> tuple[Callable[[Params], State], State]:
-    """Build the function that makes the state before the first step, each part on its devices.
+def make_init_of_workers(
+    optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[Params], State]:
+    """Build the function from parameters to the state of all workers."""
+    init = make_init(optimizer)
+    return jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=_SPECS, axis_names={"data"})
 
-    Returns:
-      A function of float32 parameters, which are donated; and the shapes and shardings of its
-      result.
-    """
 
-    def start(params: Params) -> State:
-        return State(params, optimizer.init(params))
+def make_step_of_workers(
+    structure: nnx.GraphDef, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainStep:
+    """Build the train step, whose metrics are the loss and those of `dq.all_reduce_gradients`."""
 
-    mapped = jax.shard_map(start, mesh=mesh, in_specs=P(), out_specs=_SPECS, axis_names={"data"})
-    state = jax.eval_shape(mapped, shapes)
+    def train_step(state: State, rows: Rows) -> tuple[State, dict[str, jax.Array]]:
+        # Workers have different numbers of targets: the mean of these losses over the workers is
+        # the mean over all targets.
+        targets = jax.lax.pmean(jnp.sum(rows.learned, dtype=jnp.float32), "data")
+
+        def loss_fn(params: Params, rows: Rows) -> jax.Array:
+            return sum_of_losses(structure, params, rows) / jnp.maximum(targets, 1.0)
+
+        state, metrics = make_train_step(loss_fn, optimizer)(state, rows)
+        average, _ = state.optimizer
+        return state, {"loss": jax.lax.pmean(metrics["loss"], "data"), **average.metrics}
+
+    return jax.shard_map(
+        train_step,
+        mesh=mesh,
+        in_specs=(_SPECS, P("data")),
+        out_specs=(_SPECS, P()),
+        axis_names={"data"},
+        check_vma=False,  # Gradients are those of this worker's rows.
+    )
+
+
+def state_specs(state: State, mesh: Mesh) -> State:
+    """Choose how the state of all workers is cut over both axes of the mesh."""
     average, rest = state.optimizer
     # States of buckets that are cut over "fsdp" lie side by side, those of all devices; of a bucket
     # that is whole on each device there is one for each worker.
@@ -61,39 +85,5 @@ def initial_state(
         average.method,
     )
     metrics = dict.fromkeys(average.metrics, P())
-    cut = dq.AllReduceState(step=P(), method=method, metrics=metrics)
-    specs = State(fsdp_specs(state.params, mesh), (cut, fsdp_specs(rest, mesh)))
-    shardings = on_mesh(specs, mesh)
-    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings), placed(state, shardings)
-
-
-def make_train_step(
-    sum_of_losses: SumOfLosses,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    shardings: State,
-) -> jax.stages.Wrapped:
-    """Build the train step; see `make_train_step` of train_step.py.
-
-    Its metrics are the loss and those of `dq.all_reduce_gradients`.
-    """
-
-    def train_step(state: State, rows: Rows) -> tuple[State, dict[str, jax.Array]]:
-        params = jax.lax.pcast(state.params, "data", to="varying")
-        loss, grads = jax.value_and_grad(sum_of_losses)(params, rows)
-        targets = jax.lax.pmean(jnp.sum(rows.learned, dtype=jnp.float32), "data")
-        targets = jnp.where(targets > 0, targets, 1.0)
-        grads = jax.tree.map(lambda grad: grad / targets, grads)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": jax.lax.pmean(loss, "data") / targets, **optimizer_state[0].metrics}
-        return State(params, optimizer_state), metrics
-
-    mapped = jax.shard_map(
-        train_step,
-        mesh=mesh,
-        in_specs=(_SPECS, P("data")),
-        out_specs=(_SPECS, P()),
-        axis_names={"data"},
-    )
-    return jax.jit(mapped, donate_argnums=0, out_shardings=(shardings, None))
+    average = dq.AllReduceState(step=P(), method=method, metrics=metrics)
+    return State(fsdp_specs(state.params, mesh), (average, fsdp_specs(rest, mesh)))

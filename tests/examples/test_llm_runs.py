@@ -418,15 +418,7 @@ def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     assert compressed[1]["bytes"] < 0.2 * exact[1]["bytes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "is_exact"),
-    (
-        ({}, False),
-        ({"method": "exact"}, True),
-        ({"route": "exact"}, True),
-        ({"method": "exact", "route": "compress"}, False),
-    ),
-)
+@pytest.mark.parametrize(("options", "is_exact"), (({}, False), ({"method": "exact"}, True)))
 def test_one_worker_is_for_exact_runs(options, is_exact, monkeypatch):
     monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(1))
     monkeypatch.setattr(finetune_llm, "with_demo", lambda options: 1 / 0)

@@ -12,10 +12,9 @@ METHODS = (
 )
 WHOLE = (*METHODS, "topk_chunked")  # of collectives that sum whole trees
 STATEFUL = ("ef+topk_chunked", "ef+dynamiq:6:widths=4,8", "ef+blockint", "powersgd")
-REDUCTIONS = ("psum", "pmean", "pcast", "all_reduce_gradients")
+REDUCTIONS = ("psum", "pmean", "all_reduce_gradients")
 HALVES = ("psum_scatter", "all_gather")
-# Those that make their own shard_map: they stand behind the others.
-OUTER = ("value_and_grad", "data_parallel")
+COMPRESS = "compress"  # of a global function: it stands behind the others, which share a shard_map
 KINDS = (*REDUCTIONS, "pmean", "all_reduce_gradients", *HALVES)
 DTYPES = ("float32", "float32", "float32", "bfloat16", "float16")
 SIGNALS = ("SIGKILL", "SIGTERM")
@@ -145,7 +144,7 @@ def _random_program(choice: random.Random, processes: int, devices: int) -> Prog
     number = choice.randint(2, 4)
     kinds = [choice.choice(KINDS) for _ in range(number)]
     if choice.random() < 0.25:
-        kinds[-1] = choice.choice(OUTER)
+        kinds[-1] = COMPRESS
     collectives = []
     for place, kind in enumerate(kinds):
         after = choice.randrange(place) if place and choice.random() < 0.4 else None
@@ -182,11 +181,10 @@ def _random_collective(
     elif kind in HALVES:
         axes = (choice.choice(mesh),)
     else:
-        axes = mesh if kind in OUTER else choice.choice((mesh, mesh, mesh[:1]))
+        axes = mesh if kind == COMPRESS else choice.choice((mesh, mesh, mesh[:1]))
     workers = sizes[axes[0]]
     topologies = ["ring", "ring:bidirectional=True", "all_to_all", "ring:unroll=True"]
-    is_power_of_two = workers & (workers - 1) == 0
-    if is_power_of_two:
+    if workers & (workers - 1) == 0:
         topologies.append("butterfly")
     if kind in HALVES:
         methods = METHODS
@@ -195,10 +193,7 @@ def _random_collective(
     else:
         methods = WHOLE
     leaves = [_random_leaf(choice) for _ in range(choice.randint(1, 3))]
-    # A mean of losses multiplies by the weight of a worker before it adds. Where that rounds, an
-    # exact sum depends on its order, which is another one in a single process.
-    if kind not in OUTER or is_power_of_two:
-        leaves += [Leaf(1, choice.randint(1, 9), "float32")] * choice.randint(0, 1)  # exact
+    leaves += [Leaf(1, choice.randint(1, 9), "float32")] * choice.randint(0, 1)  # exact
     return Collective(
         kind=kind,
         axes=axes,

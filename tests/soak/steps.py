@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.soak.programs import OUTER, Collective, Leaf, Program
+from tests.soak.programs import COMPRESS, Collective, Leaf, Program
 
 Tree = Any
 
@@ -92,8 +92,8 @@ class Step:
         ]
 
     def _weights(self, each: Collective) -> list[np.ndarray]:
-        """Parameters of those collectives that are the transpose of a function of parameters."""
-        if each.kind not in ("pcast", *OUTER):
+        """Parameters of a global function."""
+        if each.kind != COMPRESS:
             return []
         random = np.random.default_rng((self.program.seed, 0xA))
         return [
@@ -138,9 +138,9 @@ class Step:
 
     def _results(self, values: Tree, weights: Tree, states: Tree, step: Array) -> Any:
         collectives, spec = self.program.collectives, self.stacked
-        inner = [n for n, each in enumerate(collectives) if each.kind not in OUTER]
+        inner = [n for n, each in enumerate(collectives) if each.kind != COMPRESS]
 
-        def local(values: Tree, weights: Tree, states: Tree, step: Array) -> Any:
+        def local(values: Tree, states: Tree, step: Array) -> Any:
             results: list[Tree] = []
             left, after_step = list(states), []
             for number in inner:
@@ -151,21 +151,21 @@ class Step:
                     result, after = self._transformation(each).update(own, before)
                     after_step.append(_stacked(after.method))
                 else:
-                    result = self._call(number, own, weights[number], step)
+                    result = self._call(number, own, step)
                 results.append(result)
             return _stacked(results), after_step
 
         results, after_step = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(spec, P(), spec, P()),
+            in_specs=(spec, spec, P()),
             out_specs=spec,
             check_vma=self.program.check_vma,
-        )([values[n] for n in range(len(collectives))], weights, states, step)
+        )([values[n] for n in range(len(collectives))], states, step)
         for number in range(len(inner), len(collectives)):
             each = collectives[number]
             own = self._changed(values[number], each, results, step)
-            results = [*results, self._call_outer(number, own, weights[number], step)]
+            results = [*results, self._compress(each, own, weights[number])]
         return results, after_step
 
     def _changed(self, own: Tree, each: Collective, results: list[Tree], step: Array) -> Tree:
@@ -174,7 +174,7 @@ class Step:
         if each.after is not None:
             first = jax.tree.leaves(results[each.after])[0].astype(jnp.float32)
             # Of one worker or of all of them, stacked: an element of each.
-            is_stacked = each.kind in OUTER
+            is_stacked = each.kind == COMPRESS
             element = (
                 first.reshape(first.shape[0], -1)[:, :1] if is_stacked else first.reshape(-1)[0]
             )
@@ -200,7 +200,7 @@ class Step:
     def _key(self, number: int, step: Array) -> Array:
         return jax.random.fold_in(jax.random.key(self.program.seed + number), step)
 
-    def _call(self, number: int, own: Tree, weights: Tree, step: Array) -> Tree:
+    def _call(self, number: int, own: Tree, step: Array) -> Tree:
         each, key = self.program.collectives[number], self._key(number, step)
         arguments = {"key": key, **self._arguments(each)}
         axes = _names(each)
@@ -213,29 +213,16 @@ class Step:
                 return dq.psum_scatter(own, axes, tiled=True, **arguments)
             case "all_gather":
                 return dq.all_gather(own, axes, tiled=True, **arguments)
-            case "pcast":
-
-                def loss(weights: Tree) -> Array:
-                    cast = dq.pcast(weights, axes, to="varying", **arguments)
-                    return _loss(cast, own)
-
-                if axes == "hosts" and self.program.check_vma:  # as the values do
-                    weights = jax.lax.pcast(weights, "local", to="varying")
-                return jax.grad(loss)(weights)
         raise ValueError(f"kind={each.kind!r} is not known.")
 
-    def _call_outer(self, number: int, own: Tree, weights: Tree, step: Array) -> Tree:
+    def _compress(self, each: Collective, own: Tree, weights: Tree) -> Tree:
         """Return gradients whose copies are stacked again, that of each worker in its own row."""
-        each, key = self.program.collectives[number], self._key(number, step)
-        arguments = {"mesh": self.mesh, "axis_name": _names(each), **self._arguments(each)}
-
-        def loss(weights: Tree, *batch: Array) -> Array:
-            return _loss(weights, [leaf[0] for leaf in batch])
-
-        if each.kind == "value_and_grad":
-            _, gradients = dq.value_and_grad(loss, **arguments)(weights, *own, key=key)
-        else:  # its key follows from what it is given
-            gradients = jax.grad(dq.data_parallel(loss, **arguments))(weights, *own)
+        gradients = dq.compress(
+            jax.grad(_loss),
+            _names(each),
+            in_specs=(P(), self.stacked),  # This function is called inside of a `jax.jit`.
+            **self._arguments(each),
+        )(weights, own)
         return jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf[None], (self.workers, *leaf.shape)), gradients
         )
@@ -258,7 +245,9 @@ def _drawn(random: Any, shape: tuple[int, ...], leaf: Leaf, each: Collective) ->
 
 
 def _loss(weights: Tree, values: Tree) -> Array:
-    """Return a loss whose gradient is the values, times one more than the weights."""
+    """Return a loss whose gradient is the sum of all workers' values, times one more than the
+    weights.
+    """
     total = jnp.float32(0)
     for weight, value in zip(weights, values, strict=True):
         weight, value = weight.astype(jnp.float32), value.astype(jnp.float32)

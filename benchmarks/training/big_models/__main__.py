@@ -38,11 +38,11 @@ def cases() -> dict[str, tuple[Case, int]]:
     known: dict[str, tuple[Case, int]] = {}
     for form in decoder.FORMS:
         known[f"8 B, {form}"] = decoder.Case(form, 32, (2, 8)), 16
-    known["8 B, pcast in the scan, 4 layers"] = decoder.Case("pcast in the scan", 4, (2, 8)), 16
-    for form in decoder.FORMS[2:]:
+    known["8 B, compress, 4 layers"] = decoder.Case("compress", 4, (2, 8)), 16
+    for form in ("compress", "pmean in a map"):
         name = f"8 B on 256 devices, {form}, lowered alone"
         known[name] = decoder.Case(form, 32, (16, 16)), 256
-    for count in (1, 8, 32, 64):
+    for count in (8, 32, 64):
         known[f"{count} buckets of 128 MiB"] = dense.Buckets(count), 4
     for count in (8, 32):
         known[f"{count} buckets of 128 MiB in order"] = dense.Buckets(count, "in_order"), 4

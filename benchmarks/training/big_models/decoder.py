@@ -16,9 +16,8 @@ WIDTH, HIDDEN, VOCABULARY = 4096, 14336, 128_256
 HEADS, GROUPS, HEAD_SIZE = 32, 8, 128
 TOKENS = 2048  # of a row; every device has one row
 
-FORMS = ("exact", "exact in a map", "pcast in the scan", "pmean")
-# Of `dq.data_parallel`. With rows, scores of the vocabulary are split along rows alone.
-TRANSFORMS = ("shard_map", "vmap", "vmap with rows")
+# The step of global arrays, which the compiler partitions, and that of a worker.
+FORMS = ("exact", "compress", "exact in a map", "pmean in a map")
 
 SPECS = {
     "embed": P("fsdp"),
@@ -36,7 +35,7 @@ SPECS = {
 class Case:
     """A training step: how gradients are summed, layers, and devices of data x fsdp."""
 
-    form: str  # of FORMS or TRANSFORMS
+    form: str  # of FORMS
     layers: int
     devices: tuple[int, int]
 
@@ -45,15 +44,16 @@ class Case:
         mesh = jax.make_mesh(self.devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
         placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
         rows = NamedSharding(mesh, P(("data", "fsdp")))
-        step = jax.jit(
+        step: Any = jax.jit(
             _step(_gradients(self.form, mesh)),
-            in_shardings=(placed, placed, rows, None),
+            in_shardings=(placed, placed, rows),
             out_shardings=(placed, placed, None),
             donate_argnums=(0, 1),
         )
+        if self.form == "compress":
+            step = dq.compress(step, "data")
         tokens = jax.ShapeDtypeStruct((mesh.size, TOKENS + 1), jnp.int32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return step.lower(shapes(self.layers), shapes(self.layers), tokens, key)
+        return step.lower(shapes(self.layers), shapes(self.layers), tokens)
 
 
 def shapes(layers: int) -> Any:
@@ -82,36 +82,21 @@ def shapes(layers: int) -> Any:
     )
 
 
-def _same(tree: Any, specs: Any = None) -> Any:
-    return tree
-
-
-def loss_fn(
-    params: Any,
-    tokens: Array,
-    cast: Callable[[Any, Any], Any] = _same,
-    by_rows: Callable[[Array], Array] = _same,
-) -> Array:
+def loss_fn(params: Any, tokens: Array) -> Array:
     """Return the mean cross entropy of the next tokens.
 
     Args:
       params: as `shapes`.
       tokens: int32 [rows, tokens + 1].
-      cast: applied to the parameters of each layer in the body of the scan, and to all others, with
-        their specs.
-      by_rows: applied to the scores of the vocabulary.
     """
-    others = {name: params[name] for name in ("embed", "head", "norm")}
-    others = cast(others, {name: SPECS[name] for name in others})
-    of_layer = jax.tree.map(lambda spec: P(*spec[1:]), SPECS["layers"])
 
     def body(x: Array, weights: Any) -> tuple[Array, None]:
-        return _layer(x, cast(weights, of_layer)), None
+        return _layer(x, weights), None
 
-    x = jnp.take(others["embed"], tokens[:, :-1], axis=0).astype(jnp.bfloat16)
+    x = jnp.take(params["embed"], tokens[:, :-1], axis=0).astype(jnp.bfloat16)
     x, _ = lax.scan(jax.checkpoint(body), x, params["layers"])
-    logits = _norm(x, others["norm"]) @ others["head"].astype(x.dtype)
-    scores = by_rows(jax.nn.log_softmax(logits.astype(jnp.float32)))
+    logits = _norm(x, params["norm"]) @ params["head"].astype(x.dtype)
+    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
 
@@ -139,60 +124,28 @@ def _norm(x: Array, scale: Array) -> Array:
 
 
 def _gradients(form: str, mesh: Any) -> Callable[..., tuple[Array, Any]]:
-    """Return a function of parameters, tokens and a key to the loss and summed gradients."""
+    """Return a function of parameters and tokens to the loss and summed gradients."""
+    grad_fn = jax.value_and_grad(loss_fn)
+    if not form.endswith("in a map"):
+        return grad_fn
 
-    def alone(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
-        del key
-        return jax.value_and_grad(loss_fn)(params, tokens)
+    def local(params: Any, tokens: Array) -> tuple[Array, Any]:
+        loss, grads = grad_fn(lax.pcast(params, "data", to="varying"), tokens)
+        if form == "exact in a map":
+            return lax.pmean((loss, grads), "data")
+        grads = dq.pmean(grads, "data", key=jax.random.key(0), specs=SPECS)
+        return lax.pmean(loss, "data"), grads
 
-    def local(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
-        def exact(tree: Any, specs: Any) -> Any:
-            return lax.pcast(tree, "data", to="varying")
-
-        def compressed(tree: Any, specs: Any) -> Any:
-            return dq.pcast(tree, "data", to="varying", key=key, specs=specs)
-
-        if form == "pmean":
-            own = lax.pcast(params, "data", to="varying")
-            loss, grads = jax.value_and_grad(loss_fn)(own, tokens)
-            return lax.pmean(loss, "data"), dq.pmean(grads, "data", key=key, specs=SPECS)
-        cast = exact if form == "exact in a map" else compressed
-        return jax.value_and_grad(lambda params: lax.pmean(loss_fn(params, tokens, cast), "data"))(
-            params
-        )
-
-    def wrapped(params: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
-        def split(scores: Array) -> Array:
-            return lax.with_sharding_constraint(scores, NamedSharding(mesh, P("fsdp", None, None)))
-
-        by_rows = split if form.endswith("with rows") else _same
-        mean_loss = dq.data_parallel(
-            lambda params, tokens: loss_fn(params, tokens, by_rows=by_rows),
-            mesh=mesh,
-            axis_name="data",
-            specs=SPECS,
-            transform="shard_map" if form == "shard_map" else "vmap",
-        )
-        return jax.value_and_grad(mean_loss)(params, tokens)
-
-    if form == "exact":
-        return alone
-    if form in TRANSFORMS:
-        return wrapped
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P()),
-        out_specs=P(),
-        axis_names={"data"},
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
     )
 
 
 def _step(gradients: Callable[..., tuple[Array, Any]]) -> Callable[..., Any]:
     """Return a step of stochastic gradient descent with momentum."""
 
-    def step(params: Any, momentum: Any, tokens: Array, key: Array) -> tuple[Any, Any, Array]:
-        loss, grads = gradients(params, tokens, key)
+    def step(params: Any, momentum: Any, tokens: Array) -> tuple[Any, Any, Array]:
+        loss, grads = gradients(params, tokens)
         momentum = jax.tree.map(lambda old, new: 0.9 * old + new, momentum, grads)
         return jax.tree.map(lambda p, m: p - 1e-3 * m, params, momentum), momentum, loss
 

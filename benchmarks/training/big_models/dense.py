@@ -22,7 +22,7 @@ MESHES: dict[str, tuple[dict[str, int], PartitionSpec]] = {
     "data 4 x fsdp 2": ({"data": 4, "fsdp": 2}, P("fsdp", None)),
     "data 2 x fsdp 2 x tensor 2": ({"data": 2, "fsdp": 2, "tensor": 2}, P("fsdp", "tensor")),
 }
-FORMS = ("exact", "pmean", "pcast", "data_parallel", "all_reduce_gradients")
+FORMS = ("exact", "compress", "pmean", "all_reduce_gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,21 @@ class Case:
         )
         specs = [first, P(*reversed(first))] * LAYERS
         placed = [NamedSharding(mesh, spec) for spec in specs]
-        step = jax.jit(
-            _step(self, mesh, specs),
-            in_shardings=(placed, NamedSharding(mesh, P("data")), None),
+        options = dq.Options(bucket_bytes=self.bucket_bytes)
+        step: Any = jax.jit(
+            _step(_gradients(self.form, mesh, specs, options)),
+            in_shardings=(placed, NamedSharding(mesh, P("data"))),
             out_shardings=placed,
             donate_argnums=0,
         )
+        if self.form == "compress":
+            step = dq.compress(step, "data", options=options)
         matrices = [
             jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32),
             jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32),
         ] * LAYERS
         x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-        return step.lower(matrices, x, jax.eval_shape(lambda: jax.random.key(0)))
+        return step.lower(matrices, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,42 +92,31 @@ def _loss(matrices: list[Array], x: Array) -> Array:
     return jnp.mean(x**2)
 
 
-def _step(case: Case, mesh: Any, specs: list[PartitionSpec]) -> Callable[..., Any]:
-    arguments: dict[str, Any] = {
-        "specs": specs,
-        "options": dq.Options(bucket_bytes=case.bucket_bytes),
-    }
+def _gradients(
+    form: str, mesh: Any, specs: list[PartitionSpec], options: dq.Options
+) -> Callable[..., list[Array]]:
+    """Return a function of matrices and rows to mean gradients."""
+    grad_fn = jax.grad(_loss)
+    if form in ("exact", "compress"):
+        return grad_fn
 
-    def local(matrices: list[Array], x: Array, key: Array) -> list[Array]:
-        if case.form == "pcast":
+    def local(matrices: list[Array], x: Array) -> list[Array]:
+        grads = grad_fn(lax.pcast(matrices, "data", to="varying"), x)
+        if form == "pmean":
+            key = jax.random.key(0)
+            return dq.pmean(grads, "data", key=key, specs=specs, options=options)
+        reduce = dq.all_reduce_gradients("data", specs=specs, options=options)
+        return reduce.update(grads, reduce.init(matrices))[0]
 
-            def mean_loss(matrices: list[Array]) -> Array:
-                own = dq.pcast(matrices, "data", to="varying", key=key, **arguments)
-                return lax.pmean(_loss(own, x), "data")
-
-            return jax.grad(mean_loss)(matrices)
-        grads = jax.grad(_loss)(lax.pcast(matrices, "data", to="varying"), x)
-        if case.form == "pmean":
-            return dq.pmean(grads, "data", key=key, **arguments)
-        if case.form == "all_reduce_gradients":
-            reduce = dq.all_reduce_gradients("data", **arguments)
-            return reduce.update(grads, reduce.init(matrices))[0]
-        return lax.pmean(grads, "data")
-
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P()),
-        out_specs=P(),
-        axis_names={"data"},
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
     )
-    mean_loss = dq.data_parallel(_loss, mesh=mesh, axis_name="data", **arguments)
 
-    def step(matrices: list[Array], x: Array, key: Array) -> list[Array]:
-        if case.form == "data_parallel":
-            grads = jax.grad(mean_loss)(matrices, x)
-        else:
-            grads = mapped(matrices, x, key)
-        return jax.tree.map(lambda old, grad: old - 0.1 * grad, matrices, grads)
+
+def _step(gradients: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """Return a step of gradient descent."""
+
+    def step(matrices: list[Array], x: Array) -> list[Array]:
+        return jax.tree.map(lambda old, grad: old - 0.1 * grad, matrices, gradients(matrices, x))
 
     return step
