@@ -68,9 +68,10 @@ def compress(
       specs: how the terms are split over axes that the compiler manages inside the map; see
         `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
         parameters that the sums update, where their shardings are known.
-      in_specs: how the positional arguments are split, as in `jax.shard_map`: a `PartitionSpec` or
-        a `NamedSharding` for each, or for several. None: as their shardings say. It is needed where
-        these are not known, as inside of another `jax.jit`.
+      in_specs: how the positional arguments are split, as in `jax.shard_map`: a `NamedSharding` for
+        each, or for several, or a `PartitionSpec` if the mesh is known, as under `jax.set_mesh`.
+        None: as their shardings say. It is needed where these are not known, as inside of another
+        `jax.jit`.
       missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
         all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
         still lists the sums of each.

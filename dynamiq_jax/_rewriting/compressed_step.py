@@ -246,7 +246,8 @@ class CompressedStep:
             for before, given in zip(shardings, equations.in_shardings(traced), strict=True)
         ]
         specs = self._specs(leaves, known)
-        workers = workers_of(selection.axes[0], known, traced)
+        placed = [*known, *jax.tree.leaves(self._in_specs)]
+        workers = workers_of(selection.axes[0], placed, traced)
         bound = equations.bound_axes(traced) | set(compat.axes_in_scope())
         selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
         if workers is not None:
@@ -329,7 +330,8 @@ def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
         f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive the "
         "name of an axis over which it sums gradients: a manual axis of jax.shard_map or jax.pmap "
         "in the step, or one over which the rows of its batch are split. Where no argument has a "
-        "sharding, as inside of another jax.jit, give in_specs=. Take gradients inside of the "
+        "sharding, as inside of another jax.jit, give in_specs= of NamedShardings, or of "
+        "PartitionSpecs under jax.set_mesh. Take gradients inside of the "
         "step: those of a compressed function would not be compressed. If they are arguments of "
         "the step, give only=lambda s: s.origin == 'other', which compresses what no backward pass "
         "has made. Give missing_ok=True if this step may stay as it is."

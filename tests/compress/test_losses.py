@@ -1,0 +1,497 @@
+"""Gradients of losses as people write them, in a global view: those of the same loss on one device.
+
+`dq.compress(jax.jit(jax.value_and_grad(loss)), "data")` is the form for who has gradients in hand.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
+from tests.compress.global_forms import normal
+
+WORKERS, ROWS, IN, OUT = 4, 16, 32, 64
+W, X = normal(IN, OUT, scale=0.2), normal(ROWS, IN)
+SEQUENCES = normal(ROWS, 4, IN)
+ROW_NUMBERS = jnp.arange(ROWS)
+# Targets of four rows: two of the workers have none.
+MASK = jnp.zeros(ROWS).at[jnp.array([5, 12, 13, 14])].set(1.0)
+OPTIONS = dq.Options(exact_below=64)
+
+
+@pytest.fixture(autouse=True)
+def promotions_of_users():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Loss(NamedTuple):
+    """Loss of parameters and arrays, and the shapes of its sums that are compressed.
+
+    Gradients of these shapes are rounded, or those of others.
+    """
+
+    loss: Callable[..., Any]
+    params: Any = W
+    arrays: tuple[Any, ...] = (X,)
+    compressed: tuple[tuple[int, ...], ...] = ((IN, OUT),)
+    rounded: tuple[tuple[int, ...], ...] | None = None
+    has_aux: bool = False
+    error: float = 1e-4
+
+
+LOSSES: dict[str, Loss] = {}
+
+
+def loss(*args: Any, **fields: Any) -> Callable[..., Any]:
+    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+        LOSSES[function.__name__] = Loss(function, *args, **fields)
+        return function
+
+    return registered
+
+
+def squares(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) ** 2)
+
+
+def placed(mesh: Mesh, each: Loss) -> Any:
+    """Parameters on all devices, and rows split over them."""
+    whole, rows = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    params = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, float) else jax.device_put(leaf, whole), each.params
+    )
+    return params, *(
+        jax.device_put(a, rows if a.shape[:1] == (ROWS,) else whole) for a in each.arrays
+    )
+
+
+def bits(leaf: Any) -> np.ndarray:
+    """Values of an array that NumPy can compare, those of keys included."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == jax.dtypes.float0:
+        return np.zeros(leaf.shape)
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    return np.asarray(leaf, np.complex128 if is_complex else np.float64)
+
+
+def check(found: Any, expected: Any, shapes: Any, most: float = 1e-4) -> None:
+    """Check that leaves of some shapes are rounded, and that no other one differs."""
+    leaves, wanted = (jax.tree.leaves(jax.tree.map(jnp.asarray, t)) for t in (found, expected))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, other in zip(leaves, wanted, strict=True):
+        assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
+        ours, other = bits(ours), bits(other)
+        if ours.shape in shapes and np.isrealobj(ours) and other.any():
+            assert 1e-8 < np.sum((ours - other) ** 2) / np.sum(other**2) < most
+        else:
+            np.testing.assert_allclose(ours, other, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------- masks, pairs, ranks, statistics
+
+
+@loss(arrays=(X, MASK), has_aux=True)
+def zero_targets_on_two_workers(w, x, mask):
+    """Their own loss would be 0/0."""
+    mean = jnp.sum(jnp.mean((x @ w) ** 2, axis=1) * mask) / mask.sum()
+    return mean, {"double": 2 * mean, "targets": mask.sum()}
+
+
+@loss(arrays=(X, jnp.linspace(0, 1, OUT), jnp.arange(1.0, ROWS + 1)))
+def a_table_and_weights_of_rows(w, x, table, weights):
+    return jnp.mean((x @ w) ** 2 * table * weights[:, None])
+
+
+@loss()
+def chosen_and_rejected_halves(w, x):
+    chosen, rejected = jnp.split(jnp.mean(x @ w, axis=-1), 2)
+    return -jnp.mean(jax.nn.log_sigmoid(chosen - rejected))
+
+
+@loss()
+def groups_of_neighbors(w, x):
+    scores = jnp.mean(x @ w, axis=-1).reshape(-1, 4)
+    return jnp.mean((scores - scores.mean(axis=1, keepdims=True)) ** 2)
+
+
+@loss()
+def ranks(w, x):
+    scores = jnp.mean(jnp.tanh(x @ w), axis=-1)
+    return jnp.mean((scores - jnp.argsort(jnp.argsort(scores)) / ROWS) ** 2)
+
+
+@loss()
+def sorted_scores(w, x):
+    return jnp.sum(jnp.sort(jnp.mean(jnp.tanh(x @ w), axis=-1)) * ROW_NUMBERS)
+
+
+@loss()
+def median(w, x):
+    errors = jnp.mean((x @ w) ** 2, axis=-1)
+    return jnp.mean(jnp.minimum(errors, jnp.median(errors)))
+
+
+@loss()
+def deviation(w, x):
+    return jnp.mean(jnp.std(x @ w, axis=0))
+
+
+@loss()
+def logarithm_of_a_mean(w, x):
+    return jnp.log(squares(w, x))
+
+
+@loss()
+def sums_of_earlier_rows(w, x):
+    return jnp.mean(jnp.cumsum(jnp.tanh(x @ w), axis=0) ** 2)
+
+
+# --------------------------------------------------------------------------- loops from constants
+
+
+def gated(w, x):
+    """Two states that begin with zeros, as those of an LSTM."""
+
+    def cell(states, row):
+        h, c = states
+        i, f, g, o = jnp.split(row @ w + jnp.tile(h, 4) @ w[:1].T @ w[:1], 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((x.shape[0], OUT // 4))
+    return lax.scan(cell, (zeros, zeros), x.swapaxes(0, 1))[1]
+
+
+def running_sum(w, x):
+    def add(total, row):
+        return total + row @ w, total[..., :8]
+
+    last, firsts = lax.scan(add, jnp.zeros((x.shape[0], OUT)), x.swapaxes(0, 1))
+    return jnp.concatenate([last, *firsts], axis=-1)
+
+
+def counted(w, x):
+    turn = lambda i, h: jnp.tanh(h + x[:, i] @ w)  # noqa: E731
+    return lax.fori_loop(0, x.shape[1], turn, jnp.zeros((x.shape[0], OUT)))
+
+
+def until(w, x):
+    """A loop of which no gradient is taken; its result has one."""
+
+    def turn(carry):
+        return carry[0] + 1, 0.5 * carry[1] + lax.stop_gradient(x[:, 0] @ w)
+
+    _, h = lax.while_loop(lambda c: c[0] < 3, turn, (0, jnp.zeros((x.shape[0], OUT))))
+    return h * (x[:, 1] @ w)
+
+
+def branches(w, x):
+    """One of which is a constant, by a number of the batch and by one of no array."""
+    h = x[:, 0] @ w
+    h = lax.cond(jnp.max(x) > -1, lambda: jnp.ones(h.shape), lambda: h) * h
+    return h + lax.cond(jnp.sum(w) > -1e9, lambda: h, lambda: jnp.zeros(h.shape))
+
+
+for each in (gated, running_sum, counted, until, branches):
+    LOSSES[each.__name__] = Loss(
+        lambda w, x, each=each: jnp.mean(each(w, x) ** 2), arrays=(SEQUENCES,)
+    )
+
+
+# ------------------------------------------------------------------------ dtypes of all arguments
+
+
+for dtype in ("uint4", "int32", "float8_e4m3fn", "bool"):
+    LOSSES[f"rows_of_{dtype}"] = Loss(
+        lambda w, x: squares(w, x.astype(jnp.float32)), arrays=(jnp.abs(4 * X).astype(dtype),)
+    )
+
+
+@loss({"c": lax.complex(W, 2 * W), "w": W})
+def complex_parameters(params, x):
+    return jnp.mean(jnp.abs(x @ params["c"]) ** 2) + squares(params["w"], x)
+
+
+@loss(W.astype(jnp.float8_e5m2), error=2e-3)
+def parameters_of_eight_bits(w, x):
+    return squares(w.astype(jnp.float32), x)
+
+
+@loss({"codes": (15 * W).astype(jnp.int4), "scales": jnp.linspace(0.5, 1, OUT)}, rounded=((OUT,),))
+def quantized_weights_with_scales(params, x):
+    """The gradients of the codes have no elements. That of their product with scales is sent."""
+    return squares(params["codes"].astype(jnp.float32) * params["scales"], x)
+
+
+@loss({"w": W, "temperature": 0.5})
+def a_python_number(params, x):
+    return squares(params["w"], x * params["temperature"])
+
+
+@loss({"w": W, "none": jnp.zeros((0, 3))}, has_aux=True)
+def arrays_without_elements(params, x):
+    return squares(params["w"], x) + jnp.sum(params["none"]), x[:, :0]
+
+
+@loss(has_aux=True, arrays=(X.astype(jnp.float16),))
+def numbers_near_the_limit_of_float16(w, x):
+    """Their sum over the workers would be infinite."""
+    large = jnp.float16(30_000)
+    return large + squares(w, x).astype(jnp.float16), (large, squares(w, x))
+
+
+@loss(
+    arrays=(X, jax.random.split(jax.random.key(3), ROWS), jax.random.key(1)),
+    has_aux=True,
+)
+def keys_of_rows_and_of_the_batch(w, x, of_rows, key):
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, shape=(OUT,)))(of_rows)
+    kept &= jax.random.bernoulli(key, 0.7, (ROWS, OUT))
+    outputs = jnp.where(kept, x @ w, 0)
+    aux = {"rows": outputs, "keys": jax.random.split(key), "none": None, "count": kept.sum()}
+    return jnp.mean(outputs**2), aux
+
+
+# ---------------------------------------------------------------------- parameters and operations
+
+
+@loss({"embedding": W, "output": W}, compressed=((IN, OUT),) * 2)
+def tied_parameters(params, x):
+    return jnp.mean((x @ params["embedding"] @ params["output"].T) ** 2)
+
+
+@loss({"frozen": W, "a": normal(IN, 16), "b": normal(16, OUT)}, compressed=((IN, 16), (16, OUT)))
+def adapters_of_a_frozen_matrix(params, x):
+    frozen = lax.stop_gradient(params["frozen"])
+    return jnp.mean((x @ frozen + x @ params["a"] @ params["b"]) ** 2)
+
+
+@jax.custom_vjp
+def halved(w, x):
+    return squares(w, x)
+
+
+halved.defvjp(lambda w, x: jax.vjp(squares, w, x), lambda pull, g: pull(g / 2))
+LOSSES["a_gradient_of_its_own"] = Loss(halved)
+
+
+@jax.custom_vjp
+def by_norm(x):
+    return x
+
+
+by_norm.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.minimum(1, 1e-3 / jnp.linalg.norm(g)),))
+
+
+@loss()
+def cotangents_clipped_by_the_norm_of_the_batch(w, x):
+    return jnp.mean(by_norm(x @ w) ** 2)
+
+
+@loss()
+def a_penalty_on_the_gradient(w, x):
+    return squares(w, x) + 0.1 * jnp.sum(jax.grad(squares)(w, x) ** 2)
+
+
+@loss()
+def a_norm_of_the_whole_batch(w, x):
+    """The mean over rows by hand, in a map over the workers."""
+    mesh = jax.make_mesh(
+        (WORKERS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
+    )
+    mean = jax.shard_map(
+        lambda h: lax.pmean(jnp.mean(h**2), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    return jnp.mean(jnp.tanh(x @ w / jnp.sqrt(mean(x @ w))) ** 2 * ROW_NUMBERS[:, None])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_one_device(name, data_mesh):
+    """Those of matrices are rounded. The loss and aux are those of the whole batch."""
+    each = LOSSES[name]
+    args = placed(data_mesh(WORKERS), each)
+    function = jax.value_and_grad(each.loss, has_aux=each.has_aux, allow_int=True)
+    grad_fn = dq.compress(jax.jit(function), "data", method="bf16", options=OPTIONS)
+    report = grad_fn.report(*args)
+    assert sorted(s.sum.shape for s in report.compressed) == sorted(each.compressed)
+    expected = function(each.params, *each.arrays)
+    check(grad_fn(*args), expected, each.rounded or each.compressed, each.error)
+
+
+# ------------------------------------------------------------------------------- transformations
+
+
+def clipped_by_example(w, x):
+    of_rows = jax.vmap(lambda row: jax.grad(squares)(w, row[None]))(x)
+    norms = jnp.sqrt(jnp.sum(of_rows**2, (1, 2), keepdims=True))
+    return jnp.mean(of_rows / jnp.maximum(1, norms), 0)
+
+
+def scaled(w, x):
+    """A scale of the loss goes into the backward pass, and out of the gradients."""
+    return jax.vjp(lambda w: squares(w, x), w)[1](jnp.float32(2**15))[0] / 2**15
+
+
+def product_with_the_hessian(w, x):
+    gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+    return jax.grad(lambda w: jnp.vdot(gradient(w, x), W))(w)
+
+
+def of_several_models(w, x):
+    return jax.vmap(jax.grad(squares), (0, None))(jnp.stack([w, 2 * w, -w]), x)
+
+
+def of_two_losses(w, x):
+    return jax.jacrev(lambda w: jnp.stack([squares(w, x), jnp.mean(jnp.tanh(x @ w))]))(w)
+
+
+# Functions of parameters and a batch, and the shape of their one compressed sum.
+TRANSFORMED = {
+    "of the batch, too": (jax.grad(squares, (0, 1)), (IN, OUT)),
+    "a Jacobian": (of_two_losses, (2, IN, OUT)),
+    "several models": (of_several_models, (3, IN, OUT)),
+    "a scale": (scaled, (IN, OUT)),
+    "a second derivative": (product_with_the_hessian, (IN, OUT)),
+    "examples": (clipped_by_example, (IN, OUT)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations_of_gradients(name, data_mesh):
+    function, shape = TRANSFORMED[name]
+    args = placed(data_mesh(WORKERS), Loss(squares))
+    grad_fn = dq.compress(jax.jit(function), "data", method="bf16", options=OPTIONS)
+    assert [s.sum.shape for s in grad_fn.report(*args).compressed] == [shape]
+    check(grad_fn(*args), function(W, X), (shape,))
+
+
+# ------------------------------------------------------ states that a backward pass returns
+
+
+def largest(x):
+    return jnp.max(jnp.abs(x))
+
+
+def pushed(state, x):
+    """A history that begins with the magnitude of an array."""
+    return jnp.roll(state, 1).at[0].set(largest(x))
+
+
+def operation(forward, backward):
+    """An operation of an array, with a state of which the next one is its cotangent."""
+
+    @jax.custom_vjp
+    def apply(x, state):
+        return x
+
+    apply.defvjp(lambda x, state: (x, forward(x, state)), backward)
+    return apply
+
+
+STATES = {
+    "in the forward pass": operation(lambda x, s: pushed(s, x), lambda new, g: (g, new)),
+    "in the backward pass": operation(lambda x, s: (x, s), lambda r, g: (g, pushed(r[1], r[0]))),
+    "of cotangents": operation(lambda x, s: s, lambda s, g: (g, pushed(s, g))),
+    "in a loop": operation(
+        lambda x, s: s, lambda s, g: (g, lax.scan(lambda a, b: (b, a), largest(g), s)[1])
+    ),
+    "a mean": operation(lambda x, s: 0.9 * s + 0.1 * jnp.mean(jnp.abs(x)), lambda new, g: (g, new)),
+}
+
+
+@pytest.mark.parametrize("in_a_scan", [False, True])
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_those_of_one_device(name, in_a_scan, data_mesh):
+    """Such as histories of maxima of FP8: over the whole batch, and in no sum."""
+
+    def loss_fn(params, x):
+        def layer(x, each):
+            return jnp.tanh(STATES[name](x, each["state"]) @ each["w"]), None
+
+        if in_a_scan:
+            return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+        return jnp.mean(layer(x, jax.tree.map(lambda leaf: leaf[0], params))[0] ** 2)
+
+    params = {"w": normal(2, IN, IN, scale=0.2), "state": jnp.ones((2, 1024)) / 7}
+    args = placed(data_mesh(WORKERS), Loss(loss_fn, params))
+    grad_fn = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method="bf16", options=OPTIONS)
+    found, expected = grad_fn(*args), jax.grad(loss_fn)(params, X)
+    assert {s.sum.shape[-2:] for s in grad_fn.report(*args).compressed} == {(IN, IN)}
+    check(found, expected, (params["w"].shape,))
+
+
+# ------------------------------------------------------------------------- how rows are known
+
+
+def of_arrays(grad_fn, whole, rows):
+    return lambda w, x: grad_fn()(*jax.device_put((w, x), (whole, rows)))
+
+
+def of_one_by_name(grad_fn, whole, rows):
+    return lambda w, x: grad_fn()(w, x=jax.device_put(x, rows))
+
+
+def of_explicit_axes(grad_fn, whole, rows):
+    """Without `jax.set_mesh`."""
+    mesh = Mesh(whole.mesh.devices, whole.mesh.axis_names, axis_types=(AxisType.Explicit,))
+    return of_arrays(grad_fn, *(NamedSharding(mesh, each.spec) for each in (whole, rows)))
+
+
+def of_jit(grad_fn, whole, rows):
+    return grad_fn(in_shardings=(whole, rows))
+
+
+def of_constraints(grad_fn, whole, rows):
+    return grad_fn(lambda w, x: squares(w, lax.with_sharding_constraint(x, rows)))
+
+
+def of_specs(grad_fn, whole, rows):
+    return grad_fn(in_specs=(whole, rows))
+
+
+def of_specs_in_another_jit(grad_fn, whole, rows):
+    return jax.jit(lambda *args: grad_fn(in_specs=(None, rows))(*args))
+
+
+def of_specs_and_a_mesh(grad_fn, whole, rows):
+    def run(w, x):
+        with jax.set_mesh(whole.mesh):
+            return grad_fn(in_specs=(P(), P("data")))(w, x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "known",
+    (
+        *(of_arrays, of_one_by_name, of_explicit_axes, of_jit, of_constraints),
+        *(of_specs, of_specs_in_another_jit, of_specs_and_a_mesh),
+    ),
+)
+def test_rows_are_known_from_any_placement(known, data_mesh):
+    def grad_fn(function=squares, in_specs=None, **placements):
+        jitted = jax.jit(jax.grad(function), **placements)
+        return dq.compress(jitted, "data", method="bf16", options=OPTIONS, in_specs=in_specs)
+
+    shardings = (NamedSharding(data_mesh(WORKERS), spec) for spec in (P(), P("data")))
+    found = known(grad_fn, *shardings)(np.asarray(W), np.asarray(X))
+    assert len(found.addressable_shards) == WORKERS
+    check(found, jax.grad(squares)(W, X), (W.shape,))
+
+
+@pytest.mark.parametrize("in_specs", [None, (P(), P("data"))])
+def test_rows_that_no_mesh_splits_are_an_error_with_all_ways(in_specs):
+    step = dq.compress(jax.jit(jax.grad(squares)), "data", in_specs=in_specs)
+    with pytest.raises(ValueError, match=r"in_specs= of NamedShardings, or .* jax\.set_mesh"):
+        step(W, X)
