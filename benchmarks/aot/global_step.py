@@ -4,8 +4,7 @@ bytes between these, and the share that travels under the backward pass.
     python -m benchmarks.aot.global_step
 
 The mesh of a decoder is data 2 x fsdp 4, and "data" is the slow axis. Its step is compiled as it
-is, by `dq.compress`, and with a loss by `dq.data_parallel`. Layers are separate, and a bucket has
-the shards of one layer, in order. Each program is compiled in a process of its own.
+is, and by `dq.compress`. Layers are separate, and a bucket has the shards of one layer, in order. Each program is compiled in a process of its own.
 
 Between slices of TPUs, the compiler sends by its runtime for several slices: `send` and `recv`.
 
@@ -43,7 +42,7 @@ from dynamiq_jax._inspection.hlo import (
 from pallas_kernels.modes import without_gpu
 
 AXES = {"data": 2, "fsdp": 4}
-FORMS = ("jax.jit", "dq.compress", "dq.data_parallel")
+FORMS = ("jax.jit", "dq.compress")
 TARGETS = {"H200": "two hosts of 4 H200", "v5p": "two slices of 4 TPU v5p"}
 MODEL = GlobalDecoder(4, 1024, 16384, heads=8, scan=False, dtype=jnp.bfloat16)
 ROWS, LENGTH = 16, 1024
@@ -102,16 +101,7 @@ def compile_for_tpu(form: str) -> tuple[Mesh, str]:
 
 def _step(form: str, mesh: Mesh, method: Any) -> tuple[Any, Any]:
     how = {"method": method, "topology": TOPOLOGY, "options": OPTIONS}
-    loss = None
-    if form == "dq.data_parallel":
-        loss = dq.data_parallel(
-            lambda params, tokens: MODEL.loss(params, tokens),
-            mesh=mesh,
-            axis_name="data",
-            specs=MODEL.specs,
-            **how,
-        )
-    step = jax.jit(MODEL.step(loss), donate_argnums=(0, 1))
+    step = jax.jit(MODEL.step(), donate_argnums=(0, 1))
     if form == "dq.compress":
         # Noise from a sample of all gradients would be there behind the backward pass.
         step = dq.compress(step, "data", key=_key_of, **how)

@@ -92,11 +92,11 @@ class GlobalDecoder:
         logs = jax.nn.log_softmax(logits.astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1))
 
-    def step(self, loss: Callable[..., Array] | None = None) -> Callable[..., Any]:
-        """Return a train step, of this loss or of another one of the same arguments."""
+    def step(self) -> Callable[..., Any]:
+        """Return a train step."""
 
         def step(params: Any, state: Any, tokens: Array) -> tuple[Any, Any, Array]:
-            value, gradients = jax.value_and_grad(loss or self.loss)(params, tokens)
+            value, gradients = jax.value_and_grad(self.loss)(params, tokens)
             updates, state = OPTIMIZER.update(gradients, state, params)
             return optax.apply_updates(params, updates), state, value
 

@@ -317,30 +317,6 @@ def big_models() -> str:
     return markdown(["program", "time of one core", "temporary memory"], rows)
 
 
-def transforms() -> str:
-    """Write bytes, memory and times of data-parallel losses: transforms.json."""
-    rows = []
-    for row in results_of("transforms"):
-        megabytes = ("worker_bytes", "other_bytes", "temporary_bytes")
-        rows.append(
-            [
-                f"{row['model']}, {row['form']}",
-                *(f"{row[name] / 1e6:,.2f} MB" for name in megabytes),
-                f"{row['lower_seconds'] + row['compile_seconds']:.1f} s",
-                f"{row['step_ratio']:.2f}" if "step_ratio" in row else "",
-            ]
-        )
-    headings = (
-        "program",
-        "over `data`",
-        "over other axes",
-        "temporary memory",
-        "compiled in",
-        "step",
-    )
-    return markdown(list(headings), rows)
-
-
 def environments() -> str:
     """Write the result files of each machine and version of JAX, with the days of the runs."""
     files: dict[tuple[str, str], list[str]] = {}
@@ -374,7 +350,6 @@ _ALL = (
     between_hosts,
     in_flight,
     big_models,
-    transforms,
     environments,
     cpu_codec,
     choice_tables.which_method,

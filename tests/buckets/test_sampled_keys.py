@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._run import sample
-from dynamiq_jax._run.sample import fold_in_sample, key_of
+from dynamiq_jax._run.sample import fold_in_sample
 
 KEY = jax.random.key(0)
 
@@ -72,20 +71,3 @@ def test_all_workers_get_one_key_and_it_depends_on_each_of_them(data_mesh, chang
     for each in keys:
         np.testing.assert_array_equal(each, np.tile(each[:1], (4, 1)))
     assert len({each[0].tobytes() for each in keys}) == len(keys)
-
-
-def test_a_key_of_shards_is_the_same_on_all_devices_and_depends_on_each_shard():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tree = {"w": jnp.zeros((8, 512)), "frozen": np.zeros(3, jax.dtypes.float0)}
-    specs = {"w": P(None, "model"), "frozen": P()}
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=P(), out_specs=P("data"), axis_names={"data"})
-    def keys(w):
-        return jax.random.key_data(key_of({**tree, "w": w}, specs))[None]
-
-    found = [np.asarray(keys(tree["w"].at[:, each].set(1))) for each in range(0, 512, 128)]
-    for each in found:
-        np.testing.assert_array_equal(each[0], each[1])
-    assert len({each[0].tobytes() for each in found}) == 4
-    assert jax.dtypes.issubdtype(key_of({}, None).dtype, jax.dtypes.prng_key)
