@@ -4,7 +4,8 @@ bytes between these, and the share that travels under the backward pass.
     python -m benchmarks.aot.global_step
 
 The mesh of a decoder is data 2 x fsdp 4, and "data" is the slow axis. Its step is compiled as it
-is, and by `dq.compress`. Layers are separate, and a bucket has the shards of one layer, in order. Each program is compiled in a process of its own.
+is, and by `dq.compress`. Layers are separate, and a bucket has the shards of one layer, in order.
+Each program is compiled in a process of its own.
 
 Between slices of TPUs, the compiler sends by its runtime for several slices: `send` and `recv`.
 

@@ -1,8 +1,8 @@
 """A data-parallel training step of a small model, scheduled for several GPUs, and the bytes that
 travel while the backward pass computes.
 
-Gradients are reduced in one bucket, in one for each layer after the backward pass as it is written,
-or by casts of parameters, whose transposes are the sums: of all layers, or inside a scan over them.
+Gradients are reduced in one bucket, or in one for each layer, after the backward pass as it is
+written.
 """
 
 import dataclasses
@@ -32,37 +32,18 @@ TOPOLOGIES = (
 
 # Each layer has four matrices: eight matmuls in its backward pass.
 _LAYERS, _MATRICES, _WIDTH, _ROWS = 4, 4, 2048, 8192
-_SCANNED_LAYERS = 8
 _MATRIX_BYTES = 4 * _WIDTH**2
 # Of the bytes. Where buckets did not wait for each other it was 27 %.
-_LEAST_SHARE, _LEAST_SHARE_OF_LOOP, _LEAST_SHARE_OF_SCAN = 0.6, 0.35, 0.35
-
-_FORMS = {
-    "after": "pmean of all gradients",
-    "cast": "pcast of all parameters",
-    "scan": "pcast in the body of a scan",
-    "carried": "pcast in the body of a scan, of the next layer",
-}
+_LEAST_SHARE, _LEAST_SHARE_OF_LOOP = 0.6, 0.35
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training step: path of the gradients, how they are taken, buckets, and options of XLA."""
+    """A training step: path of the gradients, buckets, and options of XLA."""
 
     topology: str  # or "exact"
-    form: str  # of _FORMS
     matrices: int  # in a bucket; all of them, or a part of a layer
     options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return _SCANNED_LAYERS if self.is_scan else _LAYERS
-
-    @property
-    def is_scan(self) -> bool:
-        """Whether layers are a scan."""
-        return self.form in ("scan", "carried")
 
 
 def cases(topologies: Sequence[str]) -> list[Case]:
@@ -71,14 +52,11 @@ def cases(topologies: Sequence[str]) -> list[Case]:
     result = []
     for name in topologies:
         if name == "exact":
-            result += [Case(name, form, 1) for form in ("after", "scan", "carried")]
+            result.append(Case(name, 1))
             continue
         if ":" not in name:
-            result.append(Case(name, "after", _LAYERS * _MATRICES))
-        result.append(Case(name, "after", _MATRICES, both if "bidirectional" in name else ()))
-        if name in ("ring:unroll=True", "all_to_all"):
-            result += [Case(name, "cast", _MATRICES), Case(name, "scan", 1)]
-            result.append(Case(name, "carried", _MATRICES))
+            result.append(Case(name, _LAYERS * _MATRICES))
+        result.append(Case(name, _MATRICES, both if "bidirectional" in name else ()))
     return result
 
 
@@ -89,7 +67,7 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
         h200.mesh(workers, "data"),
         jax.shard_map(_step(case), in_specs=(whole, split, whole), out_specs=whole),
         [
-            _parameters(case),
+            _parameters(),
             jax.ShapeDtypeStruct((workers * _ROWS, _WIDTH), "bfloat16"),
             jax.ShapeDtypeStruct((2,), "uint32"),
         ],
@@ -105,8 +83,7 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
     share = sum(transfer.bytes for transfer in under) / total
     return {
         "topology": case.topology,
-        "form": case.form,
-        "layers": case.layers,
+        "layers": _LAYERS,
         "matrices_per_bucket": case.matrices,
         "options": dict(case.options),
         "transfers": sum(transfer.times for transfer in transfers),
@@ -118,22 +95,18 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
 
 
 def _problems(case: Case, program: h200.Program, share: float) -> list[str]:
-    if case.form == "carried":  # shown for what XLA does with it: nothing travels under a matmul
-        return []
     least = _LEAST_SHARE_OF_LOOP if case.topology == "ring" else _LEAST_SHARE
-    least = _LEAST_SHARE_OF_SCAN if case.is_scan else least
-    one_bucket = case.matrices == case.layers * _MATRICES
+    one_bucket = case.matrices == _LAYERS * _MATRICES
     problems = {
         f"sends only {share:.0%} of the bytes under a matmul": not one_bucket and share < least,
         f"sends {share:.0%} of the bytes under a matmul, with one bucket?": (
             one_bucket and share > 0
         ),
     }
-    if not case.is_scan:
-        count = 2 * case.layers * _MATRICES
-        matmuls = sum(i.matmul and i.backward for i in program.computations[program.entry])
-        text = f"has {matmuls} matmuls in its backward pass, not {count - 1} or {count}"
-        problems[text] = not count - 1 <= matmuls <= count
+    count = 2 * _LAYERS * _MATRICES
+    matmuls = sum(i.matmul and i.backward for i in program.computations[program.entry])
+    text = f"has {matmuls} matmuls in its backward pass, not {count - 1} or {count}"
+    problems[text] = not count - 1 <= matmuls <= count
     return [text for text, wrong in problems.items() if wrong]
 
 
@@ -142,11 +115,10 @@ def print_steps(rows: list[dict[str, Any]], workers: int) -> None:
     if rows:
         print_table(
             f"Training step on {workers} H200: transfers under a matmul of the backward pass",
-            "form,matrices a bucket,transfers,in loops,under a matmul,of the bytes,options of XLA",
+            "matrices a bucket,transfers,in loops,under a matmul,of the bytes,options of XLA",
             [
                 [
                     row["topology"],
-                    row["form"],
                     str(row["matrices_per_bucket"]),
                     str(row["transfers"]),
                     str(row["transfers_in_loops"]),
@@ -157,15 +129,11 @@ def print_steps(rows: list[dict[str, Any]], workers: int) -> None:
                 for row in rows
             ],
         )
-        for form, text in _FORMS.items():
-            print(f"{form}: {text}")
 
 
-def _parameters(case: Case) -> list[Any]:
-    """Return the layers, each a list of matrices; for a scan, matrices of all layers together."""
-    if case.is_scan:
-        return [jax.ShapeDtypeStruct((case.layers, _WIDTH, _WIDTH), "float32")] * _MATRICES
-    return [[jax.ShapeDtypeStruct((_WIDTH, _WIDTH), "float32")] * _MATRICES] * case.layers
+def _parameters() -> list[Any]:
+    """Return the layers, each a list of matrices."""
+    return [[jax.ShapeDtypeStruct((_WIDTH, _WIDTH), "float32")] * _MATRICES] * _LAYERS
 
 
 def _layer(x: jax.Array, matrices: Sequence[jax.Array]) -> jax.Array:
@@ -184,53 +152,15 @@ def _step(case: Case) -> Any:
             "options": dq.Options(bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"),
         }
 
-    def cast(matrices: Any, key: jax.Array) -> Any:
-        """Make gradients the sums over the workers, where a form takes them by a transpose."""
-        if case.form == "after":
-            return matrices
-        if not arguments:
-            return lax.pcast(matrices, "data", to="varying")
-        return dq.pcast(matrices, "data", to="varying", key=key, **arguments)
-
-    def run(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Run the layers, each of which is cast."""
-        numbers = jnp.arange(case.layers)
-        if case.form == "scan":
-
-            def body(x: jax.Array, each: Any) -> tuple[jax.Array, None]:
-                matrices, number = each
-                return _layer(x, cast(matrices, jax.random.fold_in(key, number))), None
-
-            return lax.scan(body, x, (params, numbers))[0]
-        if case.form == "carried":  # so a gradient is reduced in the turn after its own
-
-            def pipelined(carry: Any, each: Any) -> tuple[Any, None]:
-                x, own = carry
-                matrices, number = each
-                return (_layer(x, own), cast(matrices, jax.random.fold_in(key, number))), None
-
-            first, others = [leaf[0] for leaf in params], [leaf[1:] for leaf in params]
-            start = x, cast(first, jax.random.fold_in(key, 0))
-            (x, last), _ = lax.scan(pipelined, start, (others, numbers[1:]))
-            return _layer(x, last)
-        for matrices in cast(params, key):
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for matrices in params:
             x = _layer(x, matrices)
-        return x
+        return jnp.mean(x.astype(jnp.float32) ** 2)
 
     def step(params: Any, x: jax.Array, key_data: jax.Array) -> Any:
+        own = jax.grad(loss)(lax.pcast(params, "data", to="varying"), x)
         key = jax.random.wrap_key_data(key_data)
-
-        def loss(params: Any) -> jax.Array:
-            value = jnp.mean(run(params, x, key).astype(jnp.float32) ** 2)
-            return value if case.form == "after" else lax.pmean(value, "data")
-
-        if case.form == "after":
-            own = jax.grad(loss)(lax.pcast(params, "data", to="varying"))
-            mean = (
-                dq.pmean(own, "data", key=key, **arguments) if arguments else lax.pmean(own, "data")
-            )
-        else:
-            mean = jax.grad(loss)(params)
+        mean = dq.pmean(own, "data", key=key, **arguments) if arguments else lax.pmean(own, "data")
         return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, params, mean)
 
     return step

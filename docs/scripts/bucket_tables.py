@@ -85,5 +85,5 @@ def _share(topology: str) -> float:
     return next(
         row["share_of_bytes_under_matmul"]
         for row in results_of("aot_h200")["steps"]
-        if (row["topology"], row["form"], row["matrices_per_bucket"]) == (topology, "after", 4)
+        if (row["topology"], row["matrices_per_bucket"]) == (topology, 4)
     )
