@@ -336,8 +336,8 @@ def _by_autodiff(one: CompiledCollective) -> str:
         return ""
     return (
         ". It comes from jax.grad with respect to parameters that are the same on all workers: "
-        "dq.compress of the step compresses it. Inside jax.shard_map, you may also mark them before "
-        "jax.grad, params = jax.lax.pcast(params, axis_name, to='varying')"
+        "dq.compress of the step compresses it. Inside jax.shard_map, you may also mark them "
+        "before jax.grad, params = jax.lax.pcast(params, axis_name, to='varying')"
     )
 
 
