@@ -55,8 +55,8 @@ def which_method() -> str:
             [
                 f"{gbit} Gbit/s, GPUs",
                 take,
-                f"predicted: steps {gain_of_a_step(f'{gbit}gbit'):.2f} times as fast as with BF16, "
-                f"{gain_of_a_step(f'{gbit}gbit', 0.5):.2f} with half hidden",
+                f"predicted: {gain_of_a_step(f'{gbit}gbit'):.2f}x BF16, "
+                f"{gain_of_a_step(f'{gbit}gbit', 0.5):.2f}x half hidden",
             ]
             for gbit, take in _ON_NETWORK_CARDS.items()
         ),
@@ -64,22 +64,21 @@ def which_method() -> str:
             [
                 f"{format_rate(parse_rate(LINKS[kind], 'link'))}, slices of TPU {kind[4:]}",
                 '[`"dynamiq:5"`](recipes/tpus.md), where `psum` does not hide',
-                f"predicted: all-reduces {_gain_between_slices(kind):.2f} times as fast as with "
-                "BF16",
+                f"predicted: {_gain_between_slices(kind):.2f}x BF16, all-reduce alone",
             ]
             for kind in LINKS
         ),
         [
             "NVLink inside one host",
             "`jax.lax.pmean`",
-            f"predicted: compressed {nvlink:.2f} times as fast, {hiding:.2f} with half hidden",
+            f"predicted: {nvlink:.2f}x BF16, {hiding:.2f}x half hidden",
         ],
         *(
             [
                 f"PCIe {kind[-1]} inside one host, 8 GPUs without NVLink",
                 f"{take}, and `dynamiq-jax bench`: [why](should_i_compress.md#one-host-with-pcie)",
-                f"not measured; predicted: steps {gain_on_pcie(kind):.2f} times as fast as with "
-                f"BF16, {gain_on_pcie(kind, 0.5):.2f} with half hidden",
+                f"not measured; predicted: {gain_on_pcie(kind):.2f}x BF16, "
+                f"{gain_on_pcie(kind, 0.5):.2f}x half hidden",
             ]
             for kind, take in _ON_PCIE.items()
         ),
