@@ -38,6 +38,7 @@ def _global_steps(is_shown: Callable[[str], bool]) -> str:
         rows.append(
             [
                 row["title"],
+                _version(kinds[2]),
                 *(f"{kind['losses'][-1]:.5g}" for kind in kinds),
                 f"{before:,.0f}",
                 f"{after:,.0f}",
@@ -45,8 +46,8 @@ def _global_steps(is_shown: Callable[[str], bool]) -> str:
                 f"{others[2] / others[0]:.3f}" if others[0] else "",
             ]
         )
-    headings = "training", "loss, as it is", "exact", "compressed", "bytes, as it is", "compressed"
-    return markdown([*headings, "`dq.pmean`", "other axes"], rows)
+    headings = "training", "version", "loss, as it is", "exact", "compressed", "bytes, as it is"
+    return markdown([*headings, "compressed", "`dq.pmean`", "other axes"], rows)
 
 
 def compressed_steps() -> str:
@@ -90,6 +91,12 @@ def _rows(*, is_global: bool) -> list[dict[str, Any]]:
         for row in results_of("compressed_steps")
         if ("bytes_sent" in row["compressed"]) == is_global
     ]
+
+
+def _version(measured: dict[str, Any]) -> str:
+    """Return the version of the package of a training."""
+    (version,) = (each for name, each in measured["versions"].items() if name != "jax")
+    return str(version)
 
 
 def _between_workers(measured: dict[str, Any]) -> float:
