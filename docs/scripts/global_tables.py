@@ -17,7 +17,8 @@ def global_forms() -> str:
     cases = [(version, kind) for version in versions for kind in ("automatic", "explicit")]
     rows = []
     for form, of in cells.items():
-        first, surplus = of[cases[0]], max(row["surplus"] / row["groups"] for row in of.values())
+        first = next(of[case] for case in cases if case in of)
+        surplus = max(row["surplus"] / row["groups"] for row in of.values())
         rows.append(
             [
                 form.replace("_", " "),
