@@ -18,7 +18,7 @@ def global_forms() -> str:
     rows = []
     for form, of in cells.items():
         first = next(of[case] for case in cases if case in of)
-        surplus = max(row["surplus"] / row["groups"] for row in of.values())
+        surplus = [row["surplus"] / row["groups"] for row in of.values() if "surplus" in row]
         rows.append(
             [
                 form.replace("_", " "),
@@ -26,7 +26,7 @@ def global_forms() -> str:
                 *(exponent(of[case]["difference"]) if case in of else "" for case in cases),
                 f"{first['bytes_before']:,.0f}",
                 f"{first['bytes_after']:,.0f}",
-                f"{surplus:.0f}",
+                f"{max(surplus):.0f}" if surplus else "",
             ]
         )
     header = ["form", "mesh", *(f"{version}, {kind}" for version, kind in cases)]
