@@ -73,4 +73,4 @@ def aot_global_step() -> str:
     return markdown(["devices", "step", "slow axis", "fast axis", "under the backward pass"], rows)
 
 
-ALL = (global_forms, global_step, global_compile, aot_global_step)
+ALL = (global_forms, aot_global_step)
