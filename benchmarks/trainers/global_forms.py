@@ -100,17 +100,20 @@ def bytes_of(form: Form, made: Step, mesh: Any) -> dict[str, Any]:
     plain = made.jitted()
     step = dq.compress(plain, "data", options=OPTIONS)
     report = step.report(made.state, *made.batch)
-    means = [
-        of_pmean([each.sum for each in report.sums if each.group == group], made, mesh)
-        for group in range(report.num_groups)
+    groups = [
+        [each for each in report.sums if each.group == group] for group in range(report.num_groups)
     ]
+    means = sum(
+        (members[0].times or 1) * of_pmean([each.sum for each in members], made, mesh)
+        for members in groups
+    )
     sent = sent_over_data(step, made, mesh)
     return {
         "compressed": len(report.compressed),
         "groups": report.num_groups,
         "bytes_before": over_data(plain, made, mesh),
         "bytes_after": sum(each.bytes for each in sent),
-        "surplus": sum(each.bytes for each in sent if each.labels) - sum(means),
+        "surplus": sum(each.bytes for each in sent if each.labels) - means,
     }
 
 

@@ -8,7 +8,7 @@ the sums of a tree share buckets, wherever a step uses the first of them.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -276,12 +276,27 @@ class _Scheduler:
         """Return a sum with what is known of where its result lies."""
         if automatic := self._program.automatic(member.workers):
             spec = self._placement.spec(member.result, automatic)
+            if spec is None and member.workers is not None:  # which may be wrong, at a cost alone
+                spec = self._spec_alike(member.description.shape, automatic)
             member = dataclasses.replace(member, spec=spec)
         if member.workers is not None and "psum_scatter" in self._selection.operations:
             dim = self._placement.scattered(member.result, member.workers.axis)
             if dim is not None and member.description.shape[dim] % member.workers.count == 0:
                 return member.scattered(dim)
         return member
+
+    def _spec_alike(self, shape: tuple[int, ...], axes: Iterable[str]) -> PartitionSpec | None:
+        """Return the spec that all inputs of a shape have; None if they have several, or none.
+
+        So gradients that are results lie as their parameters do.
+        """
+        specs = (
+            self._placement.spec(each, axes)
+            for each in self._inputs
+            if equations.shape_of(each.var) == shape
+        )
+        found = {spec for spec in specs if spec is not None}
+        return found.pop() if len(found) == 1 else None
 
     def _can_leave(self, member: Member, totals: Collection[int]) -> bool:
         """Return whether the caller can do a sum: a result, and nothing else.
