@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
-from dynamiq_jax._rewriting.inner import InnerProgram
+from dynamiq_jax._rewriting.inner import InnerProgram, specs_of_shardings
 from dynamiq_jax._rewriting.nodes import (
     Choice,
     Node,
@@ -59,7 +59,11 @@ def schedule(
       reader: reads its equations, with the rule for the sums to compress.
       specs: known specs of its inputs, by their numbers.
     """
-    outermost = InnerProgram(traced.program, input_specs=specs)
+    outermost = InnerProgram(
+        traced.program,
+        input_specs=specs,
+        output_specs=specs_of_shardings(equations.out_shardings(traced.program)),
+    )
     return _Scheduler(traced, outermost, reader).schedule().numbered(itertools.count())
 
 

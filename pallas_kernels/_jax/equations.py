@@ -233,6 +233,20 @@ def in_shardings(program: Any) -> list[Any]:
     return [given.get(id(variable)) for variable in inner.invars]
 
 
+def out_shardings(program: Any) -> list[Any]:
+    """Return the shardings that jitted functions in a program give to its results; or None."""
+    inner, _ = opened(program)
+    given = {
+        id(variable): sharding
+        for equation in inner.eqns
+        for variable, sharding in zip(
+            equation.outvars, equation.params.get("out_shardings", ()), strict=False
+        )
+        if isinstance(sharding, jax.sharding.NamedSharding)
+    }
+    return [given.get(id(atom)) for atom in inner.outvars]
+
+
 def donated_inputs(program: Any) -> Iterator[int]:
     """Yield the numbers of the inputs of a program that a jitted function in it may overwrite."""
     inner, _ = opened(program)

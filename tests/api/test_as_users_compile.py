@@ -58,24 +58,20 @@ CASES = (
     Case("psum_scatter", "dynamiq", Ring(), 8e-4, 1.4e-3),
     Case("all_gather", "dynamiq", AllToAll(), 3.3e-4, 5.6e-4),
     Case("all_reduce_gradients", "dynamiq", Butterfly(), 7e-4, 1.3e-3),
-    Case("value_and_grad", "dynamiq", Ring(unroll=True), 9e-4, 1.5e-3),
-    Case("data_parallel", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
-    Case("pcast", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
-    Case("mean_of_replicas", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
-    Case("broadcast_to_replicas", "dynamiq", Ring(), 9e-4, 1.5e-3),
-    Case("compress", "dynamiq", Ring(), 9e-4, 1.5e-3),
+    Case("compress", "dynamiq", Ring(unroll=True), 9e-4, 1.5e-3),
+    Case("compress", "dynamiq", AllToAll(), 7e-4, 1.2e-3),
     # Every other method.
     Case("psum", "paper", Ring(), 2.8e-3, 4.5e-3),
     Case("psum", "exact", Butterfly(), 1e-17, 1e-14),
-    Case("value_and_grad", "bf16", AllToAll(), 2.8e-6, 4.5e-6),
+    Case("compress", "bf16", AllToAll(), 2.8e-6, 4.5e-6),
     Case("pmean", "blockint", Ring(bidirectional=True), 7e-5, 1.2e-4),
-    Case("data_parallel", "qgz", AllToAll(), 0.03, 0.05),
+    Case("compress", "qgz", AllToAll(), 0.03, 0.05),
     Case("psum", "equarx", Ring(unroll=True), 1.4e-4, 2.3e-4),
     Case("psum_scatter", "mxfp8", Ring(), 8e-4, 1.3e-3),
     Case("all_gather", "mxint8", AllToAll(), 8e-5, 1.3e-4),
-    Case("pcast", "mxfp6", Ring(unroll=True), 1.4e-3, 2.3e-3),
-    Case("value_and_grad", "mxfp4", Butterfly(), 0.017, 0.028),
-    Case("mean_of_replicas", "mxint8", AllToAll(), 1e-4, 1.7e-4),
+    Case("pmean", "mxfp6", Ring(unroll=True), 1.4e-3, 2.3e-3),
+    Case("compress", "mxfp4", Butterfly(), 0.017, 0.028),
+    Case("pmean", "mxint8", AllToAll(), 1e-4, 1.7e-4),
     Case("pmean", "topk_chunked", Butterfly(), 0.17, 0.25),
     # Methods with state.
     Case("all_reduce_gradients", "powersgd", Ring(), 0.6, 0.9),
@@ -97,22 +93,8 @@ def gradients() -> dict[str, np.ndarray]:
     return {"w": flat.reshape(NUM_WORKERS, *SHAPE), "bias": bias}
 
 
-def params() -> dict[str, jax.Array]:
-    return {"w": jnp.ones(SHAPE), "bias": jnp.ones(BIAS)}
-
-
 def own(stacked: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], stacked)
-
-
-def loss_of_one(params: Any, gradient: Any) -> jax.Array:
-    """Return a loss whose gradient is a given one."""
-    return sum(jnp.vdot(params[name], gradient[name]) for name in params)
-
-
-def loss_fn(params: Any, stacked: Any) -> jax.Array:
-    """Return a loss whose gradient is the worker's own."""
-    return loss_of_one(params, own(stacked))
 
 
 # ----------------------------------------------------------- programs of (key, stacked gradients)
@@ -161,41 +143,6 @@ def updated(mesh: Mesh, **arguments: Any) -> Program:
     return jax.jit(lambda key, rows: both(key, rows)[0])
 
 
-def cast(mesh: Mesh, **arguments: Any) -> Program:
-    def local(key: jax.Array, rows: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            varying = dq.pcast(params, "data", to="varying", key=key, **arguments)
-            return jax.lax.pmean(loss_fn(varying, rows), "data")
-
-        return jax.grad(loss)(params())
-
-    return on_workers(mesh, local)
-
-
-def differentiated(mesh: Mesh, **arguments: Any) -> Program:
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **arguments)
-    return jax.jit(lambda key, rows: grad_fn(params(), rows, key=key)[1])
-
-
-def parallel(mesh: Mesh, **arguments: Any) -> Program:
-    mean_loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **arguments)
-    return jax.jit(lambda key, rows: jax.grad(mean_loss)(params(), rows))
-
-
-def averaged(mesh: Mesh, **arguments: Any) -> Program:
-    return jax.jit(
-        lambda key, rows: dq.mean_of_replicas(rows, "data", key=key, mesh=mesh, **arguments)
-    )
-
-
-def broadcast(mesh: Mesh, **arguments: Any) -> Program:
-    def mean_loss(params: Any, key: jax.Array, rows: Any) -> jax.Array:
-        replicas = dq.broadcast_to_replicas(params, "data", key=key, mesh=mesh, **arguments)
-        return jnp.mean(jax.vmap(loss_of_one, spmd_axis_name="data")(replicas, rows))
-
-    return jax.jit(lambda key, rows: jax.grad(mean_loss)(params(), key, rows))
-
-
 def compressed(mesh: Mesh, **arguments: Any) -> Program:
     exact = on_workers(mesh, lambda key, rows: jax.lax.pmean(own(rows), "data"))
     rules = {"key": lambda key, rows: key, "only": lambda each: True}
@@ -208,11 +155,6 @@ PROGRAMS: dict[str, Program] = {
     "psum_scatter": scattered,
     "all_gather": gathered,
     "all_reduce_gradients": updated,
-    "value_and_grad": differentiated,
-    "data_parallel": parallel,
-    "pcast": cast,
-    "mean_of_replicas": averaged,
-    "broadcast_to_replicas": broadcast,
     "compress": compressed,
 }
 
@@ -242,13 +184,7 @@ def reported_bytes(case: Case) -> float:
     assert report.compressed_bytes > 0
     if case.collective in HALVES:
         return report.compressed_bytes / 2
-    # The loss, whose sum comes first where collectives are ordered.
-    words = int(case.collective in ("data_parallel", "value_and_grad"))
-    if case.collective == "data_parallel":
-        # Without a key, noise follows the batch: two words, which are summed. The transpose of a
-        # map without `check_vma` sums the cotangent of the loss.
-        words += 2 * (case.method == "dynamiq") + 1
-    return report.bytes_per_worker + words * 4 * 2 * (NUM_WORKERS - 1) / NUM_WORKERS
+    return report.bytes_per_worker
 
 
 def truth_of(case: Case, name: str) -> np.ndarray:

@@ -60,10 +60,6 @@ def compressed(mesh, axis_name):
     return dq.compress(step_of(mesh), axis_name)
 
 
-def loss(params, rows):
-    return jnp.mean((rows * params) ** 2)
-
-
 FUNCTIONS = {
     "psum": inside(lambda rows, axis: dq.psum(rows, axis, key=KEY)),
     "pmean": inside(lambda rows, axis: dq.pmean(rows, axis, key=KEY)),
@@ -71,14 +67,6 @@ FUNCTIONS = {
     "all_gather": inside(lambda rows, axis: dq.all_gather(rows, axis, key=KEY)),
     "all_reduce_gradients": inside(optimizer),
     "wire_report": lambda mesh, axis: dq.wire_report(ROWS, axis, mesh=mesh, specs=P()),
-    "data_parallel": lambda mesh, axis: dq.data_parallel(loss, mesh=mesh, axis_name=axis),
-    "value_and_grad": lambda mesh, axis: dq.value_and_grad(loss, mesh=mesh, axis_name=axis),
-    "broadcast_to_replicas": lambda mesh, axis: dq.broadcast_to_replicas(
-        ROWS, mesh=mesh, axis_name=axis
-    ),
-    "mean_of_replicas": lambda mesh, axis: dq.mean_of_replicas(
-        ROWS, key=KEY, mesh=mesh, axis_name=axis
-    ),
     "call of compress": lambda mesh, axis: compressed(mesh, axis)(ROWS),
     "report of compress": lambda mesh, axis: compressed(mesh, axis).report(ROWS),
     "lower of compress": lambda mesh, axis: compressed(mesh, axis).lower(ROWS),

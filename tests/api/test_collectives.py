@@ -362,7 +362,7 @@ every_collective = pytest.mark.parametrize("name", COLLECTIVES)
         dq.pmean,
         dq.psum_scatter,
         dq.all_gather,
-        dq.value_and_grad,
+        dq.compress,
         dq.all_reduce_gradients,
         dq.wire_report,
     ),

@@ -19,7 +19,7 @@ def test_a_process_that_is_late_is_waited_for(errors, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ("pmean, all to all", "data_parallel"))
+@pytest.mark.parametrize("form", ("pmean, all to all", "compress, exact"))
 def test_a_compiler_that_takes_long_is_waited_for(form):
     """gloo has 30 s to connect, from the first message of a process on."""
     first, last = processes.run(end_of_first, [(form,)] * 2, timeout=300)

@@ -39,14 +39,6 @@ def gathered(x: jax.Array, number: int) -> jax.Array:
     return dq.all_gather(x, "data", key=key(number))
 
 
-def casts(x: jax.Array) -> Any:
-    def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:
-        first, second = (dq.pcast(each, "data", to="varying", mean=True) for each in params)
-        return jnp.mean((x * first) ** 2) + jnp.mean((x * second + 1) ** 2)
-
-    return jax.grad(loss)((jnp.ones(SIZE), jnp.ones(SIZE)))
-
-
 def optimizers(x: jax.Array) -> Any:
     def update(method: str, gradient: jax.Array) -> Any:
         optimizer = optax.chain(dq.all_reduce_gradients("data", method=method), optax.sgd(0.1))
@@ -75,7 +67,6 @@ INSIDE: dict[str, Callable[[jax.Array], Any]] = {
         jax.lax.cond(x[0] > 0, lambda: x, lambda: 2 * x),
         pmean(2 * x, 1),
     ),
-    "casts": casts,
     "optimizers": optimizers,
     "powersgd": lambda x: (
         pmean(x.reshape(64, -1), 0, method="mxfp4"),
@@ -91,8 +82,8 @@ FORMS = [
     pytest.param(name, True, marks=() if name in FAST else pytest.mark.slow) for name in INSIDE
 ]
 FORMS += [
-    pytest.param(name, False, marks=() if name == "casts" else pytest.mark.slow)
-    for name in ("twice", "exact leaves beside", "gather and mean", "casts")
+    pytest.param(name, False, marks=pytest.mark.slow)
+    for name in ("twice", "exact leaves beside", "gather and mean")
 ]
 
 
@@ -130,48 +121,6 @@ def test_collectives_of_a_vmap_and_behind_it_are_ordered(
 
 def text_of(function: Callable[..., Any], *args: Any) -> str:
     return jax.jit(function).lower(*args).compile().as_text()
-
-
-def first_loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.mean((x @ w) ** 2)
-
-
-def second_loss(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.mean((x @ w + 1) ** 2)
-
-
-def gradients_of_each(mesh: Mesh) -> Callable[..., Any]:
-    losses = [
-        dq.data_parallel(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
-    ]
-    return lambda w, x: [jax.value_and_grad(loss)(w, x) for loss in losses]
-
-
-def gradient_of_sum(mesh: Mesh) -> Callable[..., Any]:
-    first, second = (
-        dq.data_parallel(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
-    )
-    return jax.value_and_grad(lambda w, x: first(w, x) + second(w, x))
-
-
-def with_keys(mesh: Mesh) -> Callable[..., Any]:
-    first, second = (
-        dq.value_and_grad(loss, mesh=mesh, axis_name="data") for loss in (first_loss, second_loss)
-    )
-    return lambda w, x: (first(w, x, key=key(0)), second(w, x, key=key(1)))
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        gradients_of_each,
-        *(pytest.param(form, marks=pytest.mark.slow) for form in (gradient_of_sum, with_keys)),
-    ],
-)
-def test_collectives_of_losses_are_ordered(
-    form: Callable[[Mesh], Callable[..., Any]], data_mesh: Callable[[int], Mesh]
-) -> None:
-    assert not unordered(text_of(form(data_mesh(4)), jnp.ones(SIZE), jnp.ones((8, SIZE))))
 
 
 @pytest.mark.slow

@@ -89,19 +89,3 @@ def test_a_map_with_checked_types_is_told_what_to_do(mesh):
 
     with pytest.raises(ValueError, match=r"is unreduced over axis 'data' inside shard_map"):
         jax.jit(step)(*arrays())
-
-
-@pytest.mark.parametrize("name", ("data_parallel", "value_and_grad", "broadcast_to_replicas"))
-def test_parameters_whose_gradients_are_unreduced(mesh, name):
-    """Before JAX fails in its internals. The other way is in the error."""
-    w, x = arrays()
-    shared = jax.reshard(w, P(None, "fsdp", reduced={"data"}))
-    calls = {
-        "data_parallel": lambda: dq.data_parallel(loss_fn, mesh=mesh, axis_name="data")(shared, x),
-        "value_and_grad": lambda: dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data")(
-            shared, x, key=KEY
-        ),
-        "broadcast_to_replicas": lambda: dq.broadcast_to_replicas(shared, "data", key=KEY),
-    }
-    with pytest.raises(ValueError, match=r"tree has type .*jax\.reshard.*dq\.psum"):
-        calls[name]()

@@ -89,23 +89,3 @@ def test_topologies(topology, data_mesh):
     check_equals_loop(
         data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **arguments)
     )
-
-
-def test_gradients_of_several_models_at_once(data_mesh):
-    """`jax.vmap` outside of the function that divides the batch."""
-    rng = np.random.default_rng(0)
-    params = rng.standard_normal((MODELS, 64, 96)).astype(np.float32)
-    batch = rng.standard_normal((32, 64)).astype(np.float32)
-
-    def loss(params, batch):
-        return jnp.mean(jnp.tanh(batch @ params) ** 2)
-
-    arguments = {"mesh": data_mesh(NUM_WORKERS), "axis_name": "data", "method": STOCHASTIC}
-    implicit = jax.grad(dq.data_parallel(loss, **arguments))
-    explicit = functools.partial(dq.value_and_grad(loss, **arguments), key=KEY)
-    for fn in (implicit, explicit):
-        found = jax.jit(jax.vmap(fn, in_axes=(0, None)))(params, batch)
-        one = jax.jit(fn)
-        expected = [one(each, batch) for each in params]
-        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), found, expected)

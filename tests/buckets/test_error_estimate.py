@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -325,22 +324,6 @@ def test_without_metrics_a_limit_holds_too():
 
     total = simulated(local)(KEY, values)
     np.testing.assert_allclose(total[0], values.sum(0), rtol=1e-5, atol=1e-5)
-
-
-def test_value_and_grad_returns_metrics(data_mesh):
-    def loss_fn(w, x):
-        return jnp.mean((x @ w) ** 2)
-
-    x, w = noise(1)[0, : 64 * 64].reshape(64, 64), np.eye(64, dtype=np.float32)
-    grad_fn = dq.value_and_grad(
-        loss_fn, mesh=data_mesh(4), axis_name="data", method="dynamiq:6", with_metrics=True
-    )
-    loss, grads, metrics = jax.jit(grad_fn)(w, x, key=KEY)
-    truth = jax.grad(loss_fn)(w, x)
-    assert loss == pytest.approx(float(loss_fn(w, x)), rel=1e-5)
-    assert set(metrics) == MEASURED | WIDTHS
-    assert metrics["error"] == pytest.approx(vnmse(grads, np.asarray(truth)), rel=0.8)
-    assert metrics["norm"] == pytest.approx(float(jnp.linalg.norm(truth)), rel=0.05)
 
 
 def test_shards_are_counted_once():

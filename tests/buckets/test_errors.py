@@ -117,7 +117,7 @@ def test_flags_are_true_or_false(made, name, value):
 @pytest.mark.parametrize(
     ("name", "value"), (("method", "none"), ("topology", "tree")), ids=("method", "topology")
 )
-def test_every_entry_point_checks_method_and_topology(data_mesh, name, value):
+def test_every_entry_point_checks_method_and_topology(name, value):
     entries = (
         lambda **kw: dq.psum(GRADIENT, "data", key=KEY, **kw),
         lambda **kw: dq.pmean(GRADIENT, "data", key=KEY, **kw),
@@ -126,7 +126,7 @@ def test_every_entry_point_checks_method_and_topology(data_mesh, name, value):
         ),
         lambda **kw: dq.wire_report(GRADIENT, 2, **kw),
         lambda **kw: dq.all_reduce_gradients("data", **kw),
-        lambda **kw: dq.value_and_grad(jnp.sum, mesh=data_mesh(2), axis_name="data", **kw),
+        lambda **kw: dq.compress(jnp.sum, "data", **kw),
     )
     for entry in entries:
         with raises(ValueError, f"{name}={value!r}", "Give"):
@@ -151,7 +151,7 @@ def test_trees_of_different_structure_have_no_error_between_them():
 
 
 def test_an_axis_out_of_scope():
-    with raises(ValueError, "axis_name='model'", "jax.shard_map", "vmap", "dq.value_and_grad"):
+    with raises(ValueError, "axis_name='model'", "jax.shard_map", "vmap", "dq.compress"):
         simulated(lambda key, g: dq.psum(g, "model", key=key))(KEY, GRADIENT)
 
 
@@ -274,9 +274,9 @@ def test_a_stateful_method_in_a_stateless_collective(reduce):
         simulated(lambda key, g: reduce(g, "data", key=key, method=method))(KEY, GRADIENT)
 
 
-def test_value_and_grad_of_a_stateful_method(data_mesh):
-    with raises(ValueError, "carries state", "dq.value_and_grad", "dq.all_reduce_gradients"):
-        dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="data", method=Remembering())
+def test_compress_of_a_stateful_method():
+    with raises(ValueError, "carries state", "dq.compress", "dq.all_reduce_gradients"):
+        dq.compress(loss, "data", method=Remembering())
 
 
 def test_a_state_of_other_buckets():
@@ -466,31 +466,6 @@ def test_a_report_needs_both_a_mesh_and_specs(data_mesh):
         dq.wire_report(GRADIENT, 2, mesh=data_mesh(2), specs=P())
 
 
-# ------------------------------------------------------------------------------- value_and_grad
-
-
-def test_value_and_grad_over_an_axis_that_the_mesh_does_not_have(data_mesh):
-    with raises(ValueError, "axis_name='model'", "whose axes are ('data',)", "Give one of them"):
-        dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="model")
-
-
-def test_value_and_grad_of_a_batch_that_does_not_split(data_mesh):
-    shape = (3, 2048)
-    grad_fn = dq.value_and_grad(
-        lambda params, batch: jnp.sum(batch["x"]), mesh=data_mesh(2), axis_name="data"
-    )
-    with raises(
-        ValueError, "Argument 1['x']", f"shape {shape}", "2 workers", "'data'", "P() for it"
-    ):
-        grad_fn({"w": jnp.ones(2)}, {"x": jnp.ones(shape)}, key=KEY)
-
-
-def test_value_and_grad_checks_its_key(data_mesh):
-    grad_fn = dq.value_and_grad(loss, mesh=data_mesh(2), axis_name="data")
-    with raises(TypeError, "key=", "not a PRNG key"):
-        grad_fn({"w": jnp.ones((8, 2))}, jnp.ones((4, 8)), key=jnp.zeros(2))
-
-
 def test_scalars_do_not_scatter():
     with raises(ValueError, "scatter_dimension=0 is not a dimension of tree", "with a dimension"):
         simulated(lambda key, g: dq.psum_scatter(g, "data", key=key))(KEY, GRADIENT[:, 0])
@@ -511,7 +486,7 @@ def test_an_axis_of_vmap_that_the_mesh_has_too():
     replicas = jnp.ones((4, 4096))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"give the .* to dq\.mean_of_replicas"),
+        pytest.raises(ValueError, match=r"give the .* to dq\.compress"),
     ):
         jax.vmap(
             lambda own: dq.pmean(own, "data", key=jax.random.key(0)),

@@ -107,13 +107,6 @@ def by_unchecked_pmean(mesh, method):
     return over_data(mesh, local, check_vma=False)
 
 
-def by_value_and_grad(mesh, method):
-    grad_fn = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name="data", method=method, specs=specs_of(mesh)
-    )
-    return lambda params, x, key: grad_fn(params, x, key=key)[1]
-
-
 def by_optimizer(mesh, method):
     reduce = dq.all_reduce_gradients("data", method=method, specs=specs_of(mesh))
 
@@ -124,46 +117,16 @@ def by_optimizer(mesh, method):
     return over_data(mesh, local)
 
 
-def by_pcast(mesh, method):
-    arguments = {"to": "varying", "method": method, "specs": specs_of(mesh)}
-
-    def local(params, x, key):
-        def mean_loss(params):
-            own = dq.pcast(params, "data", key=key, **arguments)
-            return jax.lax.pmean(loss_fn(own, x), "data")
-
-        return jax.grad(mean_loss)(params)
-
-    return over_data(mesh, local)
-
-
-def by_data_parallel(mesh, method):
-    mean_loss = dq.data_parallel(
-        loss_fn, mesh=mesh, axis_name="data", method=method, specs=specs_of(mesh)
-    )
-    return lambda params, x, key: jax.grad(mean_loss)(params, x)
-
-
 def exact(mesh, method):
     del method
     return over_data(mesh, lambda params, x, key: jax.lax.pmean(own_gradients(params, x), "data"))
 
 
-def exact_without_map(mesh, method):
-    """What a trainer that is one `jax.jit` has."""
-    del mesh, method
-    return lambda params, x, key: jax.grad(loss_fn)(params, x)
-
-
 FORMS = {
     "pmean": by_pmean,
     "unchecked pmean": by_unchecked_pmean,
-    "value_and_grad": by_value_and_grad,
     "all_reduce_gradients": by_optimizer,
-    "pcast": by_pcast,
-    "data_parallel": by_data_parallel,
     "exact": exact,
-    "exact without map": exact_without_map,
 }
 
 
@@ -187,11 +150,7 @@ def compiled(form: str, mesh_name: str):
 
 CASES = [
     *(("pmean", name) for name in MESHES),
-    ("pcast", "data 2 x fsdp 2 x tensor 2"),
-    *(
-        (form, "data 2 x fsdp 4")
-        for form in ("unchecked pmean", "value_and_grad", "all_reduce_gradients", "data_parallel")
-    ),
+    *((form, "data 2 x fsdp 4") for form in ("unchecked pmean", "all_reduce_gradients")),
 ]
 
 
@@ -205,12 +164,9 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     method = method_of(mesh_name)
     report = dq.wire_report(params(), "data", mesh=mesh, specs=specs, method=method)
     ours = sent_by_axes(compiled(form, mesh_name).as_text(), mesh)
-    exact_form = "exact without map" if form == "data_parallel" else "exact"
-    theirs = sent_by_axes(compiled(exact_form, mesh_name).as_text(), mesh)
+    theirs = sent_by_axes(compiled("exact", mesh_name).as_text(), mesh)
     over_data = sum(size for axes, size in ours.items() if "data" in axes)
-    scalars = {"value_and_grad": 2, "pcast": 2, "data_parallel": 3}  # loss, hash of the batch
-    loss_bytes = 4 * scalars.get(form, 0)
-    assert abs(over_data - report.bytes_per_worker) <= loss_bytes + 1
+    assert abs(over_data - report.bytes_per_worker) <= 1
     sharded = {name: params()[name] for name in ("in", "out")}
     whole = dq.wire_report(sharded, mesh.shape["data"], method=method)
     part = dq.wire_report(
@@ -232,10 +188,8 @@ def test_a_step_needs_hardly_more_memory_than_an_exact_one(form, mesh_name):
     """Without activations, so that gradients are all that counts. `benchmarks.training.big_models`
     has the default, and activations.
     """
-    exact_form = "exact without map" if form == "data_parallel" else "exact"
     ours, theirs = (
-        compiled(name, mesh_name).memory_analysis().temp_size_in_bytes
-        for name in (form, exact_form)
+        compiled(name, mesh_name).memory_analysis().temp_size_in_bytes for name in (form, "exact")
     )
     assert ours <= 1.15 * theirs
 

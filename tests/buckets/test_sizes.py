@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -207,12 +207,13 @@ def test_no_estimate_has_an_index_beyond_32_bits(data_mesh):
 
 def test_no_gradient_of_a_loss_has_an_index_beyond_32_bits(data_mesh):
     def loss(w, x):
-        return jnp.mean(x) * jnp.sum(w.astype(jnp.float32))
+        return jnp.mean(x[:, None, None] * w.astype(jnp.float32)[None])
 
-    step = dq.value_and_grad(loss, mesh=data_mesh(WORKERS), axis_name="data")
+    mesh = data_mesh(WORKERS)
+    in_specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    step = dq.compress(jax.grad(loss), "data", in_specs=in_specs)
     large, batch = leaf(LARGEST), leaf(WORKERS, dtype=jnp.float32)
-    jaxpr = jax.make_jaxpr(functools.partial(step, key=KEY))(large, batch)
-    assert too_large(jaxpr) == []
+    assert too_large(jax.make_jaxpr(step)(large, batch)) == []
 
 
 def test_an_index_beyond_32_bits_is_found():

@@ -495,3 +495,22 @@ def test_rows_that_no_mesh_splits_are_an_error_with_all_ways(in_specs):
     step = dq.compress(jax.jit(jax.grad(squares)), "data", in_specs=in_specs)
     with pytest.raises(ValueError, match=r"in_specs= of NamedShardings, or .* jax\.set_mesh"):
         step(W, X)
+
+
+def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
+    """No parameter is updated, from which their specs could follow."""
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    whole, rows, shards = (NamedSharding(mesh, spec) for spec in (P(), P("data"), P(None, "fsdp")))
+    sent = []
+    for out in (whole, shards):
+        jitted = jax.jit(
+            jax.value_and_grad(squares), in_shardings=(shards, rows), out_shardings=(whole, out)
+        )
+        grad_fn = dq.compress(jitted, "data", method="bf16", options=OPTIONS)
+        found = grad_fn(W, X)
+        check(found, jax.value_and_grad(squares)(W, X), (W.shape,))
+        assert found[1].sharding.spec == out.spec
+        sent.append(dq.inspect(grad_fn, W, X).bytes_compressed)
+    assert sent[0] == 2 * sent[1] > 0

@@ -171,17 +171,6 @@ def extragradient(params, rows):
     return sgd(params, mean(jax.grad(loss)(ahead, rows)))
 
 
-def layer_by_layer(params, rows):
-    stacked = jnp.ones((TURNS, 64, 64))
-
-    def layer(x, w):
-        w = dq.pcast(w, "data", to="varying", mean=True, method=STOCHASTIC)
-        return jnp.tanh(x @ w), None
-
-    grads = jax.grad(lambda w: jnp.mean(lax.scan(layer, rows, w)[0]))(stacked)
-    return jax.tree.map(lambda leaf: leaf + jnp.sum(stacked - grads), params)
-
-
 def noise_scale(params, rows):
     """The norms of single sums are used, too."""
     first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
@@ -246,7 +235,6 @@ STEPS = {
     "two steps unrolled": (two_steps_unrolled, PARAMS, None),
     "two optimizers": (two_optimizers, PARAMS, None),
     "extragradient": (extragradient, PARAMS, None),
-    "layer by layer": (layer_by_layer, PARAMS, None),
     "noise scale": (noise_scale, PARAMS, None),
     "one sum decides": (one_sum_decides, PARAMS, None),
     "bounded total": (bounded_total, PARAMS, None),

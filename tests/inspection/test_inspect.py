@@ -88,18 +88,18 @@ def test_a_sound_step_has_no_findings_and_the_bytes_of_the_report():
     assert "No mistake found." in str(found)
 
 
-def test_a_sharded_step_of_a_wrapped_loss_has_no_findings():
+def test_a_compressed_step_with_shardings_has_no_findings():
     mesh = mesh_of(data=4, fsdp=2)
     specs = {"w": P("fsdp"), "bias": P()}
     params = jax.device_put(
         EXACT_PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     )
-    loss = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", specs=specs, method="dynamiq:4")
+    batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
 
     def step(params, batch):
-        return updated(params, jax.grad(loss)(params, batch))
+        return updated(params, jax.grad(loss_fn)(params, batch))
 
-    found = dq.inspect(step, params, BATCH)
+    found = dq.inspect(dq.compress(jax.jit(step), "data", method="dynamiq:4"), params, batch)
     assert found.findings == ()
     report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, specs=specs, method="dynamiq:4")
     assert found.bytes_compressed == report.compressed_bytes
@@ -167,13 +167,20 @@ def sharded_params(mesh: Mesh):
 @pytest.mark.parametrize("specs", (P(), None), ids=("wrong", "missing"))
 def test_gradients_of_sharded_parameters_are_sent_whole(specs):
     mesh = mesh_of(data=4, fsdp=2)
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", specs=specs, method="bf16")
 
-    @jax.jit
     def step(params, batch, key):
-        return updated(params, grad_fn(params, batch, key=key)[1])
+        gradient = jax.grad(loss_fn)(params, batch)
+        return updated(params, dq.pmean(gradient, "data", key=key, specs=specs, method="bf16"))
 
-    found = dq.inspect(step, sharded_params(mesh), BATCH, KEY)
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    found = dq.inspect(mapped, sharded_params(mesh), BATCH, KEY)
     assert kinds(found) == ["whole gradient"]
     assert "'fsdp'" in found.findings[0].text and "specs" in found.findings[0].text
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -97,18 +97,13 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ jax.tree.leaves(params)[0]) ** 2)
 
 
-def differentiated(name: str, by: str, **arguments: Any) -> Any:
+def compressed(name: str, **arguments: Any) -> Any:
+    """Run a compressed step with shardings alone."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    params, x, key = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64)), jax.random.key(0)
-    if by == "value_and_grad":
-        return dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", **arguments)(
-            params, x, key=key
-        )
-    if by == "data_parallel":
-        wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", **arguments)
-        return jax.grad(wrapped)(params, x)
-    replicas = {name: np.ones((jax.device_count(), 64, 64), np.float32)}
-    return dq.mean_of_replicas(replicas, "data", mesh=mesh, key=key, **arguments)
+    in_specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    step = dq.compress(jax.grad(loss_fn), "data", in_specs=in_specs, **arguments)
+    params, x = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
+    return jax.jit(step, in_shardings=in_specs)(params, x)
 
 
 # What one process runs, what the others run, both functions of the name of the case; and what
@@ -298,18 +293,15 @@ DISAGREEING: dict[str, Case] = {
         )
         for name, is_broadcast in (("lossy sum", False), ("lossy broadcast", True))
     },
-    **{
-        by: case(
-            differentiated,
-            {"by": by, "method": "mxfp8"},
-            {"by": by, "method": "mxint8"},
-            "method",
-            "MXFP8",
-            "MXINT8",
-            maps=False,
-        )
-        for by in ("value_and_grad", "data_parallel", "mean_of_replicas")
-    },
+    "compressed step": case(
+        compressed,
+        {"method": "mxfp8"},
+        {"method": "mxint8"},
+        "method",
+        "MXFP8",
+        "MXINT8",
+        maps=False,
+    ),
 }
 
 

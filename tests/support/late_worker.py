@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -54,20 +54,15 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
 PARAMS, BATCH = {"w": np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
 
 
-def value_and_grad(mesh: Mesh) -> Any:
-    function = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method="mxfp8")
-    return jax.jit(functools.partial(function, PARAMS, BATCH, key=jax.random.key(KEY)))
+def global_step(method: str) -> Callable[[Mesh], Any]:
+    """Run a compressed step with shardings alone."""
 
+    def on(mesh: Mesh) -> Any:
+        shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        step = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method=method, in_specs=shardings)
+        return jax.jit(functools.partial(step, PARAMS, BATCH))
 
-def data_parallel(mesh: Mesh) -> Any:
-    wrapped = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", method="exact")
-    return jax.jit(functools.partial(jax.grad(wrapped), PARAMS, BATCH))
-
-
-def mean_of_replicas(mesh: Mesh) -> Any:
-    replicas = {"w": np.ones((2, 64, 64), np.float32)}
-    arguments = {"mesh": mesh, "key": jax.random.key(KEY), "method": "mxfp8"}
-    return jax.jit(functools.partial(dq.mean_of_replicas, replicas, "data", **arguments))
+    return on
 
 
 CASES: dict[str, Callable[[Mesh], Any]] = {
@@ -83,9 +78,8 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
     "psum, a fast axis": in_map(over_fast_axis, ("slow", "fast")),
     "all_gather": along(dq.all_gather, method="mxfp8", tiled=True),
     "all_reduce_gradients": in_map(lambda: reduce_gradients("w", method="ef+mxfp8")),
-    "value_and_grad": value_and_grad,
-    "data_parallel": data_parallel,
-    "mean_of_replicas": mean_of_replicas,
+    "compress": global_step("mxfp8"),
+    "compress, exact": global_step("exact"),
     "LocalSGD": in_map(lambda: local_sgd("w")),
     "Pipelined, first half": in_map(lambda: pipelined("w", "scatter")),
     "Pipelined, second half": in_map(lambda: pipelined("w", "gather")),
