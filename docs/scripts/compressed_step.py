@@ -67,7 +67,7 @@ def columns() -> tuple[list[Box], list[Box]]:
         for equation in equations.opened(inner)[0].eqns
     )
     reader = Reader(Selection("data", dq.Options().exact_below))
-    (entered,) = schedule(origins_of(traced), reader, {}).steps
+    (entered,) = schedule(origins_of(traced), reader, {}, {}).steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan import recording
+from dynamiq_jax._rewriting.alike import specs_alike
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.contractions import Marker, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluator
@@ -240,6 +241,7 @@ class CompressedStep:
             )
             raise
         self._check_unchanged()
+        results, changed = apart
         selection = self._evaluator.selection
         known = [
             before if given is None else given
@@ -257,13 +259,13 @@ class CompressedStep:
             origins_of(traced),
             Reader(selection, opens_outermost=self._is_jitted),
             {i: spec for i, spec in enumerate(specs) if spec is not None},
+            specs_alike(results, [each.shape for each in traced.out_avals], leaves, specs),
         )
         if not (self._missing_ok or any(made.groups())):
             raise ValueError(_nothing_to_compress(selection, list(made.exact())))
         if self._evaluator.compression.measures:
             made.check_no_groups_inside()
         donated = tuple(equations.donated_inputs(traced))
-        results, changed = apart
         return _Program(made, results, changed, donated)
 
     def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:

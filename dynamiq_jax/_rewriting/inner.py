@@ -35,6 +35,8 @@ class InnerProgram:
     # Specs that the equation fixes, by the numbers of inputs and outputs.
     input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    # Specs of outputs for sums of the compiler of which nothing is known, by numbers.
+    likely_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
     # Outputs that the next turn of a loop takes as inputs, by the number of the output.
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation

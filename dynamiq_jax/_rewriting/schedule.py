@@ -8,11 +8,12 @@ the sums of a tree share buckets, wherever a step uses the first of them.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
@@ -50,7 +51,10 @@ from pallas_kernels._jax.equations import Equation
 
 
 def schedule(
-    traced: TracedProgram, reader: Reader, specs: Mapping[int, PartitionSpec]
+    traced: TracedProgram,
+    reader: Reader,
+    specs: Mapping[int, PartitionSpec],
+    likely_specs: Mapping[int, PartitionSpec],
 ) -> EvaluationSchedule:
     """Schedule a step.
 
@@ -58,11 +62,13 @@ def schedule(
       traced: traced program of the step.
       reader: reads its equations, with the rule for the sums to compress.
       specs: known specs of its inputs, by their numbers.
+      likely_specs: likely specs of its outputs, by their numbers.
     """
     outermost = InnerProgram(
         traced.program,
         input_specs=specs,
         output_specs=specs_of_shardings(equations.out_shardings(traced.program)),
+        likely_specs=likely_specs,
     )
     return _Scheduler(traced, outermost, reader).schedule().numbered(itertools.count())
 
@@ -280,27 +286,15 @@ class _Scheduler:
         """Return a sum with what is known of where its result lies."""
         if automatic := self._program.automatic(member.workers):
             spec = self._placement.spec(member.result, automatic)
-            if spec is None and member.workers is not None:  # which may be wrong, at a cost alone
-                spec = self._spec_alike(member.description.shape, automatic)
+            if spec is None and member.result in self._outputs:
+                likely = self._program.likely_specs.get(self._outputs.index(member.result))
+                spec = None if likely is None else over(likely, automatic)
             member = dataclasses.replace(member, spec=spec)
         if member.workers is not None and "psum_scatter" in self._selection.operations:
             dim = self._placement.scattered(member.result, member.workers.axis)
             if dim is not None and member.description.shape[dim] % member.workers.count == 0:
                 return member.scattered(dim)
         return member
-
-    def _spec_alike(self, shape: tuple[int, ...], axes: Iterable[str]) -> PartitionSpec | None:
-        """Return the spec that all inputs of a shape have; None if they have several, or none.
-
-        So gradients that are results lie as their parameters do.
-        """
-        specs = (
-            self._placement.spec(each, axes)
-            for each in self._inputs
-            if equations.shape_of(each.var) == shape
-        )
-        found = {spec for spec in specs if spec is not None}
-        return found.pop() if len(found) == 1 else None
 
     def _can_leave(self, member: Member, totals: Collection[int]) -> bool:
         """Return whether the caller can do a sum: a result, and nothing else.

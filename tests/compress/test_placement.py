@@ -345,3 +345,15 @@ def test_a_slice_lies_as_its_parameter_does_unless_it_cuts_what_is_split(mesh):
     assert half.bytes_after == pytest.approx(whole.bytes_after / 2)
     with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
         report(P("fsdp"))
+
+
+def test_gradients_that_are_results_lie_as_the_parameters_of_their_shape(args):
+    """No update shows their specs: those of the parameters of the same paths are taken."""
+    params, *rows = args
+    step = dq.compress(jax.jit(jax.value_and_grad(loss_fn)), "data", **OPTIONS)
+    found = [each.bytes_after for each in step.report(params, *rows).compressed]
+    assert found == [2 * 32 * 32 / 2] * 2  # of shards of bf16
+    loss, gradients = step(params, *rows)
+    exact_loss, exact = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
+    assert float(dq.vnmse(gradients, exact)) < 1e-4
