@@ -255,11 +255,15 @@ class CompressedStep:
         if workers is not None:
             rows = [rows_of_spec(spec or (), workers.axis) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
+        likely: dict[int, PartitionSpec] = {}
+        if workers is not None and len(workers.mesh.axis_names) > 1:
+            shapes = [each.shape for each in traced.out_avals]
+            likely = specs_alike(results, shapes, leaves, specs)
         made = schedule(
             origins_of(traced),
             Reader(selection, opens_outermost=self._is_jitted),
             {i: spec for i, spec in enumerate(specs) if spec is not None},
-            specs_alike(results, [each.shape for each in traced.out_avals], leaves, specs),
+            likely,
         )
         if not (self._missing_ok or any(made.groups())):
             raise ValueError(_nothing_to_compress(selection, list(made.exact())))
