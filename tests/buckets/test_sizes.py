@@ -207,7 +207,7 @@ def test_no_estimate_has_an_index_beyond_32_bits(data_mesh):
 
 def test_no_gradient_of_a_loss_has_an_index_beyond_32_bits(data_mesh):
     def loss(w, x):
-        return jnp.mean(x[:, None, None] * w.astype(jnp.float32)[None])
+        return jnp.mean(x[:, None] * w.astype(jnp.float32)[None])
 
     mesh = data_mesh(WORKERS)
     in_specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import dynamiq_jax as dq
 
 if jax.config.jax_num_cpu_devices < 2:  # none yet: `tests/conftest.py` makes them for pytest
     jax.config.update("jax_platforms", "cpu")
@@ -44,6 +46,12 @@ def train_step(tx: Any, loss_fn: Callable[..., Any], state_specs: Any = P()) -> 
         step, mesh=mesh_of(), in_specs=specs, out_specs=specs[:2], check_vma=False
     )
     return jax.jit(mapped)
+
+
+def gradient(loss_fn: Callable[..., Any], mesh: Mesh, method: str = "bf16") -> Callable[..., Any]:
+    """Return the gradient of a loss of parameters and rows, in a compressed step of all workers."""
+    placed = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    return dq.compress(jax.jit(jax.grad(loss_fn), in_shardings=placed), "data", method=method)
 
 
 def normal(*shape: int, seed: int = 0) -> Array:

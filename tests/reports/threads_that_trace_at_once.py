@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dynamiq_jax as dq
-from tests.reports.setup import loss_fn, normal
+from tests.reports.setup import gradient, loss_fn, normal
 
 w, x = normal(64, 64), normal(8, 64, seed=1)
 found = {}
@@ -15,8 +15,7 @@ found = {}
 
 def train(number):
     mesh = Mesh(np.array(jax.devices()[2 * number : 2 * number + 2]), ("data",))
-    mean_loss_fn = dq.data_parallel(loss_fn, mesh=mesh, axis_name="data", method="bf16")
-    found[number] = jax.jit(jax.grad(mean_loss_fn))(w[:, : 32 + 8 * number], x)
+    found[number] = gradient(loss_fn, mesh)(w[:, : 32 + 8 * number], x)
 
 
 threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]

@@ -3,11 +3,10 @@
 import jax
 
 import dynamiq_jax as dq
-from tests.reports.setup import loss_fn, mesh_of, normal, on_workers
+from tests.reports.setup import gradient, loss_fn, mesh_of, normal, on_workers
 
 w, x = normal(64, 32), normal(8, 64, seed=1)
 with jax.checking_leaks():
     on_workers(lambda g: dq.pmean(g, "data", key=jax.random.key(0), method="bf16"), normal(2, 2048))
-    grad_fn = dq.value_and_grad(loss_fn, mesh=mesh_of(), axis_name="data", method="bf16")
-    _, grads = grad_fn(w, x, key=jax.random.key(0))
+    grads = gradient(loss_fn, mesh_of())(w, x)
 assert dq.vnmse(grads, jax.grad(loss_fn)(w, x)) < 1e-4

@@ -103,7 +103,7 @@ def compressed(name: str, **arguments: Any) -> Any:
     in_specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     step = dq.compress(jax.grad(loss_fn), "data", in_specs=in_specs, **arguments)
     params, x = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
-    return jax.jit(step, in_shardings=in_specs)(params, x)
+    return jax.jit(functools.partial(step, params, x))()
 
 
 # What one process runs, what the others run, both functions of the name of the case; and what

@@ -11,7 +11,7 @@ Seconds of CPU for two test files with everything, and with one part left out. T
 two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%, and those without
 `ONE_PART` by 16%.
 
-| left out                         | test_topologies | test_value_and_grad |
+| left out                         | test_topologies | a file of gradients |
 | -------------------------------- | --------------- | ------------------- |
 | nothing                          | 27.3            | 14.7                |
 | `jax_disable_most_optimizations` | 37.7 (+38%)     | 21.1 (+44%)         |
