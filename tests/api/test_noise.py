@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
@@ -40,7 +42,23 @@ def inside(function: Callable[..., jax.Array], out_spec: P = P()) -> Means:
     return means
 
 
-def gathered(part: jax.Array, key: jax.Array) -> jax.Array:
+def keyless(function: Callable[..., jax.Array], out_spec: P = P()) -> Means:
+    """`function(values of a worker)`, of values whose samples differ from call to call: multiples
+    by powers of two, which are rounded alike.
+    """
+
+    def means(mesh: Mesh, rows: jax.Array) -> list[jax.Array]:
+        mapped = jax.jit(
+            jax.shard_map(
+                lambda rows: function(rows[0]), mesh=mesh, in_specs=P("data"), out_specs=out_spec
+            )
+        )
+        return [mapped(rows * 2.0**number) / 2.0**number for number in range(REPEATS)]
+
+    return means
+
+
+def gathered(part: jax.Array, key: jax.Array | None = None) -> jax.Array:
     whole = dq.all_gather(part, "data", key=key, to="invarying", method=METHOD)
     return jnp.mean(whole, axis=0)
 
@@ -71,6 +89,11 @@ WAYS: dict[str, Means] = {
     ),
     "all_gather": inside(gathered),
     "all_reduce_gradients": by_steps,
+    "pmean without a key": keyless(lambda x: dq.pmean(x, "data", method=METHOD)),
+    "psum_scatter without a key": keyless(
+        lambda x: dq.psum_scatter(x, "data", tiled=True, method=METHOD) / WORKERS, P("data")
+    ),
+    "all_gather without a key": keyless(gathered),
 }
 
 
@@ -83,7 +106,43 @@ def test_noise_of_repeated_reductions_averages_out(
     rows = jax.random.normal(jax.random.key(1), (WORKERS, *SHAPE))
     exact = jnp.mean(rows, axis=0)
     one = dq.vnmse(WAYS["pmean"](mesh, rows)[0], exact)
-    if way == "all_gather":  # of four parts, not of their sum
+    if way.startswith("all_gather"):  # of four parts, not of their sum
         one = dq.vnmse(WAYS[way](mesh, rows)[0], exact)
     of_all = dq.vnmse(jnp.mean(jnp.stack(WAYS[way](mesh, rows)), axis=0), exact)
+    assert 0.5 * one / REPEATS < of_all < 1.7 * one / REPEATS
+
+
+def test_without_a_key_equal_terms_have_equal_bits_and_four_bytes_more_are_sent(
+    data_mesh: Callable[[int], Mesh],
+) -> None:
+    """A change of one value of one worker changes the noise of all."""
+    mesh = data_mesh(WORKERS)
+    rows = jax.random.normal(jax.random.key(1), (WORKERS, *SHAPE))
+
+    def mean(rows: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        return dq.pmean(rows, "data", key=key, method=METHOD)
+
+    specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    compiled = jax.jit(jax.shard_map(mean, **specs)).lower(rows).compile()
+    first, again = (np.asarray(compiled(rows)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(first, np.tile(first[:1], (WORKERS, 1, 1)))
+    changed = np.asarray(compiled(rows.at[2, 0, 0].add(1e-3)))
+    assert np.mean(changed != first) > 0.1
+    keyed = jax.shard_map(lambda rows: mean(rows, jax.random.key(0)), **specs)
+    with_key = collectives(jax.jit(keyed).lower(rows).compile().as_text())
+    without = collectives(compiled.as_text())
+    sent = (sum(each.sent_bytes(WORKERS) for each in found) for found in (without, with_key))
+    assert next(sent) - next(sent) == 4 * 2 * (WORKERS - 1) / WORKERS
+
+
+def test_messages_without_a_key_have_noise_of_their_own() -> None:
+    values = jax.random.normal(jax.random.key(1), SHAPE)
+    message = dq.encode({"w": values}, method="dynamiq:4")
+    assert message.to_bytes() == dq.encode({"w": values}, method="dynamiq:4").to_bytes()
+    decoded = [
+        dq.decode(dq.encode({"w": values * 2.0**n}, method="dynamiq:4"))["w"] / 2.0**n
+        for n in range(REPEATS)
+    ]
+    one, of_all = dq.vnmse(decoded[0], values), dq.vnmse(jnp.mean(jnp.stack(decoded), 0), values)
     assert 0.5 * one / REPEATS < of_all < 1.7 * one / REPEATS
