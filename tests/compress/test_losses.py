@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from benchmarks.speed.mesh_bytes import sent_by_axes
 from tests.compress.global_forms import normal
 
 WORKERS, ROWS, IN, OUT = 4, 16, 32, 64
@@ -514,3 +515,50 @@ def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
         assert found[1].sharding.spec == out.spec
         sent.append(dq.inspect(grad_fn, W, X).bytes_compressed)
     assert sent[0] == 2 * sent[1] > 0
+
+
+@pytest.mark.parametrize("rows", [P(("hosts", "local")), P("hosts", "local")], ids=str)
+def test_sums_are_compressed_between_hosts_alone(rows):
+    """Rows over both axes, of one dimension or of two."""
+    axes = ("hosts", "local")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = jax.device_put(SEQUENCES, NamedSharding(mesh, rows))
+    grad_fn = dq.compress(jax.jit(jax.grad(squares)), axes, method="bf16", options=OPTIONS)
+    w = jax.device_put(W, NamedSharding(mesh, P()))
+    check(grad_fn(w, x), jax.grad(squares)(W, SEQUENCES), (W.shape,))
+    (found,) = grad_fn.report(w, x).compressed
+    assert found.bytes_after == W.size * 2 / 2  # 16 bits, and half for each device of a host
+    sent = sent_by_axes(grad_fn.lower(w, x).compile().as_text(), mesh)
+    assert 0 <= sent[("hosts",)] - found.bytes_after <= 8
+
+
+@pytest.mark.parametrize("name", ["mean", "changes"])
+def test_replicas_are_the_rows_of_an_array(name, data_mesh):
+    """A mean of parameters, or of their changes as in DiLoCo, is no gradient: `only` names it."""
+    functions = {
+        "mean": lambda w, replicas: jnp.mean(replicas, 0),
+        "changes": lambda w, replicas: w + 0.7 * jnp.mean(replicas - w, 0),
+    }
+    stacked = normal(WORKERS, IN, OUT)
+    rows = NamedSharding(data_mesh(WORKERS), P("data"))
+    step = dq.compress(
+        jax.jit(functions[name], in_shardings=(None, rows)),
+        "data",
+        method="bf16",
+        only=lambda each: each.origin == "other",
+    )
+    check(step(W, stacked), functions[name](W, stacked), (W.shape,))
+
+
+def test_replicas_of_parameters_have_one_gradient(data_mesh):
+    rows = NamedSharding(data_mesh(WORKERS), P("data"))
+
+    def loss_fn(w, x):
+        replicas = jnp.broadcast_to(w, (WORKERS, *w.shape))
+        own = x.reshape(WORKERS, -1, IN)
+        return jnp.mean(jax.vmap(squares)(lax.with_sharding_constraint(replicas, rows), own))
+
+    grad_fn = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method="bf16", options=OPTIONS)
+    args = placed(data_mesh(WORKERS), Loss(loss_fn))
+    assert [each.sum.shape for each in grad_fn.report(*args).compressed] == [W.shape]
+    check(grad_fn(*args), jax.grad(squares)(W, X), (W.shape,))
