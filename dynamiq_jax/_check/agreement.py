@@ -115,7 +115,8 @@ def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
     }
     for field in dataclasses.fields(collective):
         value = getattr(collective, field.name)
-        if isinstance(value, bool | int | float | str):
+        is_default = field.name == "last_first" and value == field.default  # of its kind
+        if isinstance(value, bool | int | float | str) and not is_default:
             texts[field.name] = _text(value)
     return texts | _fields("options", compression.options)
 
