@@ -104,13 +104,8 @@ def _step(form: str, mesh: Mesh, method: Any) -> tuple[Any, Any]:
     how = {"method": method, "topology": TOPOLOGY, "options": OPTIONS}
     step = jax.jit(MODEL.step(), donate_argnums=(0, 1))
     if form == "dq.compress":
-        # Noise from a sample of all gradients would be there behind the backward pass.
-        step = dq.compress(step, "data", key=_key_of, **how)
+        step = dq.compress(step, "data", **how)
     return step, MODEL.arguments(mesh, ROWS, LENGTH)
-
-
-def _key_of(params: Any, state: Any, tokens: Any) -> Any:
-    return jax.random.fold_in(jax.random.key(0), state[1][0].count)
 
 
 # ------------------------------------------------------------------------------------ the program

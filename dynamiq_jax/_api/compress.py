@@ -58,8 +58,8 @@ def compress(
         and a different one at every step. None: the key of each sum follows from a sample of its
         terms on all workers, one coordinate of 251 and all of small ones, for which they add four
         bytes. A step whose sample repeats itself, as with a learning rate of 0, repeats its
-        rounding noise then. The first of several buckets in order waits for the sample of all
-        gradients: with a key, it travels under the backward pass.
+        rounding noise then. Each of the first buckets in order has a sample of its own, and waits
+        for no other gradient.
       method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
         "sum_0", "sum_1" and so on.
       topology: route of the chunks; see `psum`.

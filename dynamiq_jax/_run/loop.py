@@ -19,6 +19,7 @@ from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
 from dynamiq_jax._run.no_gradient import refuse_gradient
+from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import States
 from dynamiq_jax.methods import State
 
@@ -34,7 +35,12 @@ class Sent(NamedTuple):
 
 
 def send_all(
-    plan: Plan, leaves: Leaves, key: Array, states: States, token: Array | None
+    plan: Plan,
+    leaves: Leaves,
+    key: Array,
+    states: States,
+    token: Array | None,
+    sampled_over: Sequence[str] | None = None,
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
@@ -44,6 +50,8 @@ def send_all(
       key: typed PRNG key, the same on all workers.
       states: states of the method for every bucket.
       token: token that the first transfer waits for; see `order.after`.
+      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
+        None: there are none.
 
     Returns:
       Results by index; states for the next step; metrics of the method, which are means over
@@ -52,7 +60,8 @@ def send_all(
     collective = plan.collective
     sent: dict[int, Sent] = {}
     pieces: dict[int, Leaves] = {}
-    for numbers, of_group, group, carried in Sender(plan, key).groups(leaves, states, token):
+    sender = Sender(plan, key, sampled_over)
+    for numbers, of_group, group, carried in sender.groups(leaves, states, token):
         rows = group.pieces(carried, [one.total for one in of_group])
         sent |= dict(zip(numbers, of_group, strict=True))
         pieces |= dict(zip(numbers, rows, strict=True))
@@ -88,6 +97,7 @@ class Sender:
 
     plan: Plan
     key: Array  # typed PRNG key, the same on all workers
+    sampled_over: Sequence[str] | None = None  # see `send_all`
 
     def groups(
         self, leaves: Leaves, states: States, token: Array | None
@@ -105,12 +115,26 @@ class Sender:
         for numbers in self.plan.groups:
             buckets = [self.plan.buckets[number] for number in numbers]
             group = cut(self.plan.collective, buckets, leaves)
-            sent, carried = self.send(numbers, group, states, token)
+            sent, carried = self.send(
+                numbers, group, states, token, self._sampled(buckets, leaves, token)
+            )
             yield numbers, sent, group, carried
             token = sent[-1].token
 
+    def _sampled(self, buckets: Sequence[Bucket], leaves: Leaves, token: Array | None) -> Array:
+        """Return the key of a group, which waits for no other leaves than its own."""
+        if self.sampled_over is None:
+            return self.key
+        own = sorted({index for bucket in buckets for index in bucket.leaves})
+        return fold_in_sample(self.key, [leaves[i] for i in own], self.sampled_over, token)
+
     def send(
-        self, numbers: tuple[int, ...], group: Cut, states: States, token: Array | None
+        self,
+        numbers: tuple[int, ...],
+        group: Cut,
+        states: States,
+        token: Array | None,
+        key: Array | None = None,
     ) -> tuple[list[Sent], Carried]:
         """Send the buckets of a group, in a loop if there are several.
 
@@ -119,17 +143,19 @@ class Sender:
           group: their leaves.
           states: states of the method for every bucket of the plan.
           token: token that the first transfer waits for.
+          key: key of the group; None: that of all.
 
         Returns:
           Results of the buckets, and the arrays that the loop carried.
         """
-        first = self.plan.buckets[numbers[0]]
+        first, key = self.plan.buckets[numbers[0]], self.key if key is None else key
         multiple = self.plan.collective.multiple(first)
 
         def turn(carried: Carried, each: Any) -> tuple[Carried, Sent]:
             place, number, state = each
             flat = refuse_gradient(join(group.take(carried, place), multiple))
-            sent = self._send_one(first, after(token, flat), number, state)
+            own_key = self._of_bucket(key, first, number)
+            sent = self._send_one(first, after(token, flat), own_key, state)
             carried, total = group.put(carried, place, sent.total)
             return carried, sent._replace(total=total)
 
@@ -140,13 +166,15 @@ class Sender:
 
     def key_of(self, bucket: Bucket, number: Any) -> Array:
         """Return the key of a bucket."""
-        key = jax.random.fold_in(self.key, number)
+        return self._of_bucket(self.key, bucket, number)
+
+    def _of_bucket(self, key: Array, bucket: Bucket, number: Any) -> Array:
+        key = jax.random.fold_in(key, number)
         if bucket.split_over:  # different shards get different noise, on any mesh
             key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
         return key
 
-    def _send_one(self, bucket: Bucket, flat: Array, number: Any, state: State) -> Sent:
-        key = self.key_of(bucket, number)
+    def _send_one(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
         # Without jit, the loops of a codec would take minutes.
         with jax.disable_jit(False):
             sent = self._program(bucket.program, flat, key, state)

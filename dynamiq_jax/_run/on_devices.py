@@ -14,7 +14,6 @@ from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.loop import send_all
-from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import NamedStates, by_name, specs_of, to_go_on_with
 from pallas_kernels._jax import compat
 
@@ -45,7 +44,7 @@ def run_on_devices(
       leaves: leaves of the tree.
       key: typed PRNG key, the same on all workers.
       states: states of the methods by their names; None for those of a first step.
-      sampled: whether a sample of the leaves of all workers is folded into the key.
+      sampled: whether samples of the leaves of all workers are folded into the keys of buckets.
     """
     collective, shards = plan.collective, plan.shards
     if collective.salt is not None:
@@ -54,16 +53,18 @@ def run_on_devices(
     def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
     ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
-        if sampled and plan.buckets:
+        sampled_over = None
+        if sampled:
             varying = frozenset[str]().union(*map(compat.varying_axes, leaves.values()))
             own = (*collective.axes.names, *shards.axes)
-            axes = (*own, *sorted(varying - {*own}))
-            key = fold_in_sample(key, list(leaves.values()), axes, token)
+            sampled_over = (*own, *sorted(varying - {*own}))
         before: tuple[Any, ...] = ((),) * len(plan.buckets)
         of_states: dict[str, Array] = {}
         if plan.state_names:
             before, of_states, token = to_go_on_with(plan, states, token)
-        result, after_step, metrics, token = send_all(plan, leaves, key, before, token)
+        result, after_step, metrics, token = send_all(
+            plan, leaves, key, before, token, sampled_over
+        )
         named = by_name(plan, after_step) if plan.state_names else {}
         if plan.metrics:
             zeros = {name: jnp.zeros((), jnp.float32) for name in plan.metrics}

@@ -136,6 +136,28 @@ def test_without_a_key_equal_terms_have_equal_bits_and_four_bytes_more_are_sent(
     assert next(sent) - next(sent) == 4 * 2 * (WORKERS - 1) / WORKERS
 
 
+def test_without_a_key_buckets_in_order_wait_for_no_gradient_of_another_one(
+    data_mesh: Callable[[int], Mesh],
+) -> None:
+    """Their noise follows from their own leaves, so that each can leave under a backward pass."""
+    rows = {n: jax.random.normal(jax.random.key(i), (WORKERS, *SHAPE)) for i, n in enumerate("ab")}
+    changed = rows | {"b": rows["b"] + 1}
+
+    def means(bucketing: str, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        options = dq.Options(bucket_bytes=4 * SHAPE[0] * SHAPE[1], bucketing=bucketing)
+
+        def mean(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return dq.pmean(rows, "data", method=METHOD, options=options)
+
+        specs = {"mesh": data_mesh(WORKERS), "in_specs": P("data"), "out_specs": P("data")}
+        return jax.jit(jax.shard_map(mean, **specs, check_vma=False))(rows)
+
+    first, second = (means("in_order", each) for each in (rows, changed))
+    np.testing.assert_array_equal(first["a"], second["a"])
+    together, others = (means("striped", each) for each in (rows, changed))
+    assert np.mean(np.asarray(together["a"] != others["a"])) > 0.1
+
+
 def test_messages_without_a_key_have_noise_of_their_own() -> None:
     values = jax.random.normal(jax.random.key(1), SHAPE)
     message = dq.encode({"w": values}, method="dynamiq:4")

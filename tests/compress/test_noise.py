@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._run import on_devices
+from dynamiq_jax._run.sample import fold_in_sample
 from tests.compress.forms import every_sum, normal
 from tests.support.workers import STOCHASTIC
 
@@ -95,7 +96,9 @@ def test_replicas_are_identical(data_mesh):
 def test_all_workers_have_one_key(key, data_mesh, monkeypatch):
     """In a loop, where a given key is changed too: methods share random choices by their keys."""
 
-    def word_of(plan, leaves, key, states, token):
+    def word_of(plan, leaves, key, states, token, sampled_over):
+        if sampled_over is not None:
+            key = fold_in_sample(key, [*leaves.values()], sampled_over, token)
         word = jax.random.bits(key, dtype=jnp.uint16).astype(jnp.float32)
         return {i: jnp.full_like(leaf, word) for i, leaf in leaves.items()}, (), {}, token
 
