@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.evidence import Evidence, Sharing
 from dynamiq_jax._inspection.flow import SentLeaf
@@ -114,7 +115,10 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
 
 def _whole_gradient(known: Evidence) -> Iterator[Finding]:
     for record in known.records:
-        for index in sorted({i for bucket in record.plan.buckets for i in bucket.leaves}):
+        compressed = {i for bucket in record.plan.buckets for i in bucket.leaves}
+        specs = record.plan.shards.specs
+        whole = (i for i in sorted(compressed) if not any(map(names_of, specs[i])))
+        for index in whole:
             alike = [a for a in known.arguments if a.shape == record.shapes[index]]
             over = [set(argument.split_over) - set(record.axes) for argument in alike]
             if over and all(over):  # such arguments are split, but the gradient is not

@@ -185,6 +185,23 @@ def test_gradients_of_sharded_parameters_are_sent_whole(specs):
     assert "'fsdp'" in found.findings[0].text and "specs" in found.findings[0].text
 
 
+def test_a_shard_of_the_shape_of_another_parameter_is_no_whole_gradient():
+    mesh = mesh_of(data=4, fsdp=2)
+    shapes = {"into": (64, 128), "out": (128, 64), "frozen": (64, 64)}  # a half of "out"
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    params = jax.device_put(params, NamedSharding(mesh, P("fsdp")))
+    rows = jax.device_put(jnp.ones((32, 64)), NamedSharding(mesh, P("data")))
+
+    def loss(params, rows):
+        return jnp.mean((jnp.tanh(rows @ params["into"]) @ params["out"]) ** 2)
+
+    def step(params, rows):
+        return updated(params, jax.grad(loss)(params, rows))
+
+    found = dq.inspect(dq.compress(jax.jit(step), "data"), params, rows)
+    assert len(found.steps[0].compressed) == 2 and kinds(found) == []
+
+
 def test_small_leaves_are_below_the_threshold():
     params = {f"layer{n}": jnp.zeros((16, 32)) for n in range(8)}
 
