@@ -353,6 +353,14 @@ def test_gradients_that_are_results_lie_as_the_parameters_of_their_shape(args):
     step = dq.compress(jax.jit(jax.value_and_grad(loss_fn)), "data", **OPTIONS)
     found = [each.bytes_after for each in step.report(params, *rows).compressed]
     assert found == [2 * 32 * 32 / 2] * 2  # of shards of bf16
+
+    def of_layers(layers, *rows):
+        return loss_fn({name: layer["kernel"] for name, layer in layers.items()}, *rows)
+
+    layers = {name: {"kernel": leaf} for name, leaf in params.items()}
+    step_of_layers = dq.compress(jax.jit(jax.grad(of_layers)), "data", **OPTIONS)
+    found_of_layers = step_of_layers.report(layers, *rows).compressed
+    assert [each.bytes_after for each in found_of_layers] == found
     loss, gradients = step(params, *rows)
     exact_loss, exact = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
     assert float(loss) == pytest.approx(float(exact_loss), rel=1e-6)
