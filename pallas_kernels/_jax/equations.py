@@ -222,29 +222,27 @@ def explicit_sizes(equation: Equation) -> dict[str, int]:
 def in_shardings(program: Any) -> list[Any]:
     """Return the shardings that jitted functions in a program give to its inputs; or None."""
     inner, _ = opened(program)
-    given = {
-        id(variable): sharding
-        for equation in inner.eqns
-        for variable, sharding in zip(
-            equation.invars, equation.params.get("in_shardings", ()), strict=False
-        )
-        if isinstance(sharding, jax.sharding.NamedSharding)
-    }
-    return [given.get(id(variable)) for variable in inner.invars]
+    return _shardings(inner, inner.invars, "in")
 
 
 def out_shardings(program: Any) -> list[Any]:
     """Return the shardings that jitted functions in a program give to its results; or None."""
     inner, _ = opened(program)
+    return _shardings(inner, inner.outvars, "out")
+
+
+def _shardings(program: Any, atoms: Sequence[Any], side: str) -> list[Any]:
     given = {
         id(variable): sharding
-        for equation in inner.eqns
+        for equation in program.eqns
         for variable, sharding in zip(
-            equation.outvars, equation.params.get("out_shardings", ()), strict=False
+            getattr(equation, f"{side}vars"),
+            equation.params.get(f"{side}_shardings", ()),
+            strict=False,
         )
         if isinstance(sharding, jax.sharding.NamedSharding)
     }
-    return [given.get(id(atom)) for atom in inner.outvars]
+    return [given.get(id(atom)) for atom in atoms]
 
 
 def donated_inputs(program: Any) -> Iterator[int]:
