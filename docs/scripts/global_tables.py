@@ -33,31 +33,6 @@ def global_forms() -> str:
     return markdown([*header, "bytes of `jax.jit`", "at 5 bits", "over `dq.pmean`"], rows)
 
 
-def global_step() -> str:
-    """Write what `dq.compress` with exact sums takes, relative to the jitted step."""
-    names = ("step", "cpu", "memory", "trace")
-    rows = [
-        [row["name"], *(f"{row[f'{name}_ratio']:.2f}" for name in names)]
-        for row in results_of("global_step")["paired"]
-    ]
-    return markdown(["step", "time", "CPU time", "memory", "trace"], rows)
-
-
-def global_compile() -> str:
-    """Write the seconds of a core in which a step of many arrays is compiled."""
-    names = {
-        "jax.jit": "`jax.jit`",
-        "exact": "`dq.compress`, exact",
-        "5 bits": "`dq.compress`, 5 bits",
-        "dq.pmean": "`dq.pmean` in a map",
-    }
-    rows = [
-        [names[row["way"]], *(f"{row[name]:.1f} s" for name in ("trace", "lower", "compile"))]
-        for row in results_of("global_step")["compiled"]
-    ]
-    return markdown(["step", "trace", "lower", "compile"], rows)
-
-
 def aot_global_step() -> str:
     """Write bytes over the slow axis, and the share under the backward pass."""
     rows = [
