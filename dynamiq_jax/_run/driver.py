@@ -47,7 +47,7 @@ def run_plan(
     """Check a plan and run it on its leaves; see `run`."""
     number = recording.record(plan)
     leaves = recording.mark(number, "terms", leaves)
-    key = SampledKey.of(key)
+    key = SampledKey(jax.random.key(0)) if key is None else key
     sampled = isinstance(key, SampledKey)
     base = check(plan, leaves, key.base if sampled else key, states)
     outcome = run_on_devices(plan, leaves, base, states, sampled=sampled)

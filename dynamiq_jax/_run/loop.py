@@ -115,13 +115,14 @@ class Sender:
         for numbers in self.plan.groups:
             buckets = [self.plan.buckets[number] for number in numbers]
             group = cut(self.plan.collective, buckets, leaves)
-            sent, carried = self.send(
-                numbers, group, states, token, self._sampled(buckets, leaves, token)
-            )
+            key = self._key_of_group(buckets, leaves, token)
+            sent, carried = self.send(numbers, group, states, token, key)
             yield numbers, sent, group, carried
             token = sent[-1].token
 
-    def _sampled(self, buckets: Sequence[Bucket], leaves: Leaves, token: Array | None) -> Array:
+    def _key_of_group(
+        self, buckets: Sequence[Bucket], leaves: Leaves, token: Array | None
+    ) -> Array:
         """Return the key of a group, which waits for no other leaves than its own."""
         if self.sampled_over is None:
             return self.key
@@ -134,7 +135,7 @@ class Sender:
         group: Cut,
         states: States,
         token: Array | None,
-        key: Array | None = None,
+        key: Array,
     ) -> tuple[list[Sent], Carried]:
         """Send the buckets of a group, in a loop if there are several.
 
@@ -143,19 +144,18 @@ class Sender:
           group: their leaves.
           states: states of the method for every bucket of the plan.
           token: token that the first transfer waits for.
-          key: key of the group; None: that of all.
+          key: typed PRNG key of the group.
 
         Returns:
           Results of the buckets, and the arrays that the loop carried.
         """
-        first, key = self.plan.buckets[numbers[0]], self.key if key is None else key
+        first = self.plan.buckets[numbers[0]]
         multiple = self.plan.collective.multiple(first)
 
         def turn(carried: Carried, each: Any) -> tuple[Carried, Sent]:
             place, number, state = each
             flat = refuse_gradient(join(group.take(carried, place), multiple))
-            own_key = self._of_bucket(key, first, number)
-            sent = self._send_one(first, after(token, flat), own_key, state)
+            sent = self._send_one(first, after(token, flat), key_of(key, first, number), state)
             carried, total = group.put(carried, place, sent.total)
             return carried, sent._replace(total=total)
 
@@ -163,16 +163,6 @@ class Sender:
             carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
             return [sent], carried
         return _looped(turn, numbers, group.start, states)
-
-    def key_of(self, bucket: Bucket, number: Any) -> Array:
-        """Return the key of a bucket."""
-        return self._of_bucket(self.key, bucket, number)
-
-    def _of_bucket(self, key: Array, bucket: Bucket, number: Any) -> Array:
-        key = jax.random.fold_in(key, number)
-        if bucket.split_over:  # different shards get different noise, on any mesh
-            key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
-        return key
 
     def _send_one(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
         # Without jit, the loops of a codec would take minutes.
@@ -190,6 +180,20 @@ class Sender:
             return Sent(*(getattr(reduced, field) for field in Sent._fields))
 
         return jax.jit(transfer, static_argnums=0)
+
+
+def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
+    """Return the key of a bucket.
+
+    Args:
+      key: typed PRNG key of its group.
+      bucket: the bucket.
+      number: its number in the plan.
+    """
+    key = jax.random.fold_in(key, number)
+    if bucket.split_over:  # different shards get different noise, on any mesh
+        key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
+    return key
 
 
 def _looped(

@@ -13,7 +13,7 @@ Arrays that differ elsewhere alone share their noise.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,6 @@ class SampledKey(NamedTuple):
     """Key of a collective that depends on a sample of its terms, too, on all workers."""
 
     base: Array  # PRNG key, the same on all workers
-
-    @classmethod
-    def of(cls, key: Any) -> "SampledKey | Any":
-        """Return a key of a user, or in place of None one that depends on the terms alone."""
-        return cls(jax.random.key(0)) if key is None else key
 
 
 _STRIDE = 251  # coordinates of an array for each one of the sample

@@ -29,7 +29,7 @@ from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.options import Options
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
-from dynamiq_jax._run.loop import Sender, Sent
+from dynamiq_jax._run.loop import Sender, Sent, key_of
 from dynamiq_jax.methods import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.training._pipelined import carrying
 from pallas_kernels._jax.compat import override
@@ -200,7 +200,7 @@ def gather(
     # would include the time of encoding, and of the statistics that workers exchange for it.
     encoded = {
         number: collective.encode(
-            of_shards[number], shards[number], sender.key_of(of_shards[number], number)
+            of_shards[number], shards[number], key_of(key, of_shards[number], number)
         )
         for (number,) in (group for group in all_shards.groups if len(group) == 1)
     }
@@ -216,7 +216,7 @@ def gather(
             ]
         else:
             group = cut(collective, [of_shards[number] for number in numbers], leaves)
-            sent, _ = sender.send(numbers, group, ((),) * len(shards), token)
+            sent, _ = sender.send(numbers, group, ((),) * len(shards), token, key)
         means |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
     parts = dict(enumerate(plan.parts))
