@@ -126,9 +126,8 @@ def report_of(
     by_leaf: dict[int, Method] = {}
     numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
     for number, bucket in enumerate(plan.buckets):
-        whole = sum(sizes[index] for index in bucket.leaves)
-        for index in bucket.leaves:
-            shares[index] += bucket.bytes_sent * sizes[index] / whole
+        for index, sent in plan.bytes_by_leaf(bucket, bucket.bytes_sent).items():
+            shares[index] += sent
             by_leaf[index] = bucket.method
             numbers[index] += (number,)
     whys = dict(plan.exact)

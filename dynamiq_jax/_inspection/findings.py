@@ -289,14 +289,12 @@ def _added_by_optimizer(known: Evidence) -> Iterator[Finding]:
 def _bytes_of(one: SentLeaf, known: Evidence) -> float:
     """Return the bytes that each device sends for a leaf in a step."""
     record = known.records[one.record]
-    size = math.prod(record.shapes[one.leaf])
     for (index, _), sent in zip(record.plan.exact, record.exact_bytes, strict=True):
         if index == one.leaf:
             return one.times * sent
     shares = [
-        bucket.bytes_sent * size / sum(math.prod(record.shapes[i]) for i in bucket.leaves)
+        record.plan.bytes_by_leaf(bucket, bucket.bytes_sent).get(one.leaf, 0)
         for bucket in record.plan.buckets
-        if one.leaf in bucket.leaves
     ]
     return one.times * sum(shares)
 

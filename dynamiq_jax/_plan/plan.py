@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -86,6 +87,17 @@ class Plan:
             for bucket in self.buckets
         ]
         return tuple(P(names) if names else P() for names in axes)
+
+    def bytes_by_leaf(self, bucket: Bucket, sent: int) -> dict[int, float]:
+        """Return the shares of the leaves of a bucket in its bytes, by their coordinates.
+
+        Args:
+          bucket: the bucket.
+          sent: bytes of all of it.
+        """
+        sizes = {index: math.prod(self.parts[index].shape) for index in bucket.leaves}
+        whole = sum(sizes.values())
+        return {index: sent * size / whole for index, size in sizes.items()}
 
     @functools.cached_property
     def state_names(self) -> dict[int, str]:

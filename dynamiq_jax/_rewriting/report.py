@@ -133,13 +133,11 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     operation = group.members[0].description.operation
     before = [_bytes_before(operation, axes, part) for part in parts]
     exactly = {i: _exact_bytes(operation, axes, part) for i, part in enumerate(parts)}
-    compressed = collections.Counter[int]()
+    compressed: dict[int, float] = collections.defaultdict(float)
     for bucket in plan.buckets:
-        whole = sum(math.prod(plan.parts[leaf].shape) for leaf in bucket.leaves)
         sent = _bucket_bytes(group, bucket, axes, evaluator.compression.estimates)
-        for leaf in bucket.leaves:
-            share = math.prod(plan.parts[leaf].shape) / whole
-            compressed[leaf] += share * sent
+        for leaf, share in plan.bytes_by_leaf(bucket, sent).items():
+            compressed[leaf] += share
     after = {**exactly, **compressed}
     return [
         SumReport(
