@@ -11,6 +11,8 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.training.big_models.decoder import feed_forward, rms_norm
+
 ROWS = P(("data", "fsdp"))
 _SPECS = {
     **dict.fromkeys(("query", "key", "value", "gate", "up"), P(None, "fsdp")),
@@ -88,7 +90,7 @@ class GlobalDecoder:
         else:
             for weights in params["layers"]:
                 x = layer(x, weights)
-        logits = _norm(x, params["norm"]) @ params["head"].astype(x.dtype)
+        logits = rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype)
         logs = jax.nn.log_softmax(logits.astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1))
 
@@ -105,7 +107,7 @@ class GlobalDecoder:
     def _layer(self, x: Array, weights: Any) -> Array:
         weights = jax.tree.map(lambda leaf: leaf.astype(x.dtype), weights)
         rows, tokens, width = x.shape
-        hidden = _norm(x, weights["first_norm"])
+        hidden = rms_norm(x, weights["first_norm"])
         query, key, value = (
             (hidden @ weights[name]).reshape(rows, tokens, self.heads, -1)
             for name in ("query", "key", "value")
@@ -113,13 +115,4 @@ class GlobalDecoder:
         scores = jnp.einsum("bthd,bshd->bhts", query, key) / query.shape[-1] ** 0.5
         scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -1e9)
         mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), value)
-        x = x + mixed.reshape(rows, tokens, width) @ weights["out"]
-        hidden = _norm(x, weights["second_norm"])
-        gated = jax.nn.silu(hidden @ weights["gate"]) * (hidden @ weights["up"])
-        return x + gated @ weights["down"]
-
-
-def _norm(x: Array, scale: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * scale.astype(x.dtype)
+        return feed_forward(x + mixed.reshape(rows, tokens, width) @ weights["out"], weights)

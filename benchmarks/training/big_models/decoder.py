@@ -95,7 +95,7 @@ def loss_fn(params: Any, tokens: Array) -> Array:
 
     x = jnp.take(params["embed"], tokens[:, :-1], axis=0).astype(jnp.bfloat16)
     x, _ = lax.scan(jax.checkpoint(body), x, params["layers"])
-    logits = _norm(x, params["norm"]) @ params["head"].astype(x.dtype)
+    logits = rms_norm(x, params["norm"]) @ params["head"].astype(x.dtype)
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
 
@@ -103,7 +103,7 @@ def loss_fn(params: Any, tokens: Array) -> Array:
 def _layer(x: Array, weights: Any) -> Array:
     weights = jax.tree.map(lambda leaf: leaf.astype(x.dtype), weights)
     rows, tokens, _ = x.shape
-    hidden = _norm(x, weights["first_norm"])
+    hidden = rms_norm(x, weights["first_norm"])
     query = (hidden @ weights["query"]).reshape(rows, tokens, GROUPS, -1, HEAD_SIZE)
     key = (hidden @ weights["key"]).reshape(rows, tokens, GROUPS, HEAD_SIZE)
     value = (hidden @ weights["value"]).reshape(rows, tokens, GROUPS, HEAD_SIZE)
@@ -111,13 +111,18 @@ def _layer(x: Array, weights: Any) -> Array:
     scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -1e30)
     shares = jax.nn.softmax(scores).astype(x.dtype)
     mixed = jnp.einsum("bghts,bsgd->btghd", shares, value).reshape(rows, tokens, -1)
-    x = x + mixed @ weights["out"]
-    hidden = _norm(x, weights["second_norm"])
+    return feed_forward(x + mixed @ weights["out"], weights)
+
+
+def feed_forward(x: Array, weights: Any) -> Array:
+    """Return activations behind the gated half of a layer."""
+    hidden = rms_norm(x, weights["second_norm"])
     gated = jax.nn.silu(hidden @ weights["gate"]) * (hidden @ weights["up"])
     return x + gated @ weights["down"]
 
 
-def _norm(x: Array, scale: Array) -> Array:
+def rms_norm(x: Array, scale: Array) -> Array:
+    """Return activations with a mean square of 1, times a scale for each of the last dimension."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
     return wide.astype(x.dtype) * scale.astype(x.dtype)
