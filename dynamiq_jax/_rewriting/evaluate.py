@@ -1,7 +1,6 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.options import Compression
-from dynamiq_jax._inputs.shards import names_of, unknown_specs
+from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Value
 from dynamiq_jax._rewriting.steps import (
     Compute,
     Enter,
     EvaluationSchedule,
-    Member,
     Messages,
     Reduce,
 )
@@ -155,30 +153,14 @@ class Evaluator:
         if self.specs is not None:
             return self.specs
         if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
-            return group.by_path(each.sent_spec(self._shards(each)) for each in members)
+            whole = PartitionSpec()
+            return group.by_path(each.sent_spec(each.spec or whole) for each in members)
         if not group.automatic:
             typed = [each.typed_spec for each in members]
             return group.by_path(typed) if any(s != PartitionSpec() for s in typed) else None
         if any(each.spec is None for each in members if each.why_exact is None):
             raise unknown_specs(group.automatic)
         return group.by_path(known)
-
-    def _shards(self, member: Member) -> PartitionSpec:
-        """Return the spec of a sum over rows, which fast axes of the workers split, too.
-
-        Otherwise each device of a host would send the whole sum to the other hosts.
-        """
-        spec, shape = member.spec or PartitionSpec(), member.description.shape
-        sizes = member.workers.mesh.shape if member.workers else {}
-        used = {name for dimension in spec for name in names_of(dimension)}
-        fast = tuple(name for name in self.selection.axes[1:] if name in sizes and name not in used)
-        parts = math.prod(sizes[name] for name in fast)
-        dimensions = [*spec, *[None] * (len(shape) - len(spec))]
-        for dim, size in enumerate(shape):
-            is_free = dimensions[dim] is None and dim != member.part
-            if parts > 1 and is_free and size % parts == 0:
-                return PartitionSpec(*dimensions[:dim], fast, *dimensions[dim + 1 :])
-        return spec
 
 
 def _in_order(

@@ -290,11 +290,14 @@ class _Scheduler:
                 likely = self._program.likely_specs.get(self._outputs.index(member.result))
                 spec = None if likely is None else over(likely, automatic)
             member = dataclasses.replace(member, spec=spec)
-        if member.workers is not None and "psum_scatter" in self._selection.operations:
-            dim = self._placement.scattered(member.result, member.workers.axis)
-            if dim is not None and member.description.shape[dim] % member.workers.count == 0:
-                return member.scattered(dim)
-        return member
+        if (workers := member.workers) is None:
+            return member
+        if "psum_scatter" in self._selection.operations:
+            dim = self._placement.scattered(member.result, workers.axis)
+            if dim is not None and member.description.shape[dim] % workers.count == 0:
+                member = member.scattered(dim)
+        sizes, fast = workers.mesh.shape, self._selection.axes[1:]
+        return member.split_over({name: sizes[name] for name in fast if name in sizes})
 
     def _can_leave(self, member: Member, totals: Collection[int]) -> bool:
         """Return whether the caller can do a sum: a result, and nothing else.

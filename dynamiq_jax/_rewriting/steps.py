@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.nodes import Node, SumTerms, Value, Variable
@@ -89,6 +91,26 @@ class Member:
         described = dataclasses.replace(self.description, operation="psum_scatter")
         params = {**self.params, "scatter_dimension": 0, "tiled": True, "part": dimension}
         return dataclasses.replace(self, description=described, params=params)
+
+    def split_over(self, sizes: Mapping[str, int]) -> "Member":
+        """Return the sum with a spec that splits it over fast axes of the workers, too.
+
+        Otherwise each device of a host would send the whole sum to the other hosts.
+
+        Args:
+          sizes: sizes of these axes, by name.
+        """
+        spec, shape = self.spec or PartitionSpec(), self.description.shape
+        used = {name for dimension in spec for name in names_of(dimension)}
+        fast = tuple(name for name in sizes if name not in used)
+        parts = math.prod(sizes[name] for name in fast)
+        dimensions = [*spec, *[None] * (len(shape) - len(spec))]
+        for dim, size in enumerate(shape):
+            is_free = dimensions[dim] is None and dim != self.part
+            if parts > 1 and is_free and size % parts == 0:
+                split = PartitionSpec(*dimensions[:dim], fast, *dimensions[dim + 1 :])
+                return dataclasses.replace(self, spec=split)
+        return self
 
     @property
     def part(self) -> int | None:
