@@ -27,7 +27,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.psum_scatter import psum_scatter
     from dynamiq_jax._api.vnmse import vnmse
     from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
-    from dynamiq_jax._inputs.options import Options
+    from dynamiq_jax._inputs.compression import Compression
     from dynamiq_jax._inputs.schedule import Schedule
     from dynamiq_jax._inspection.inspection import Inspection
     from dynamiq_jax._inspection.step import inspect
@@ -43,12 +43,12 @@ __all__ = [
     "AllReduceState",
     "BitAllocation",
     "CompressedStep",
+    "Compression",
     "DynamiQ",
     "Exact",
     "Inspection",
     "LeafReport",
     "Message",
-    "Options",
     "Schedule",
     "Sum",
     "WireReport",

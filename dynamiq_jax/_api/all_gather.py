@@ -10,12 +10,10 @@ from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axis
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
-from dynamiq_jax._inputs.options import Options, resolve
-from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._run.driver import run
-from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax import compat
 
 Tree = TypeVar("Tree")
@@ -24,15 +22,12 @@ Tree = TypeVar("Tree")
 def all_gather(
     tree: Tree,
     axis_name: str,
+    method: Choice = Compression(),
     *,
     key: Array | None = None,
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-    method: Method | str | Rules = DynamiQ(),
-    topology: Topology | str = "ring",
-    specs: Any = None,
-    options: Options = Options(),
 ) -> Tree:
     """Gather a pytree over a mesh axis, with floating-point leaves compressed on the wire.
 
@@ -44,9 +39,11 @@ def all_gather(
     are split over workers are gathered for a loss, and their gradients are split alike.
 
     Args:
-      tree: pytree of arrays; floating leaves of at least `options.exact_below` elements, once
+      tree: pytree of arrays; floating leaves of at least `exact_below` elements, once
         gathered, are compressed.
       axis_name: one axis; not several.
+      method: how to compress; see `psum`. Sizes are those of gathered leaves, and the topology is
+        that of the transpose. With `tiled`, specs may not split the dimension that is gathered.
       key: PRNG key, the same on all workers, or None; see `psum`. The key of the `psum_scatter`
         before may be used again.
       axis: dimension of the result along which the parts lie; a negative one counts from the end.
@@ -54,11 +51,6 @@ def all_gather(
       to: "varying" or "invarying", the type of the result under `check_vma=True`. Only a varying
         result has a compressed transpose: JAX sums the gradient of an invarying result before its
         transpose. Only an invarying result leaves `shard_map` with `out_specs=P()`.
-      method: compression method or policy; see `psum`.
-      topology: route of the chunks in the transpose; see `psum`.
-      specs: split of the leaves over other axes; see `psum`. With `tiled`, specs may not split the
-        dimension that is gathered.
-      options: leaves that stay exact, and the size of buckets, both by sizes of gathered leaves.
 
     Returns:
       A tree of the same structure and dtypes with all of every leaf.
@@ -74,17 +66,18 @@ def all_gather(
     """
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
-    compression = resolve(method, topology, options)
+    request = resolve(method)
     collective = AllGather(find_axis(axis_name), axis, tiled)
     names = collective.axes.names
     tracked = all(map(compat.tracks_varying, names))
+    specs = request.specs
     whole_specs = None if specs is None else _gathered(collective, tree, specs)
 
     # A trace of its own takes the token of the last collective, and returns the next token.
     @jax.custom_vjp
     def gather(tree: Tree, key: Array | None, token: Array | None) -> tuple[Tree, Array | None]:
         order.remember(token)
-        whole = run(collective, tree, key, compression, specs=specs).tree
+        whole = run(collective, tree, key, request).tree
         whole = compat.vary_over(whole, names) if to == "varying" else whole
         return whole, order.last_token()
 
@@ -98,7 +91,7 @@ def all_gather(
                 "its gradient already, exactly and uncompressed. Give to='varying'."
             )
         scatter = ReduceScatter(collective.axes, axis, tiled)
-        outcome = run(scatter, cotangents[0], key, compression, specs=whole_specs)
+        outcome = run(scatter, cotangents[0], key, request.with_specs(whole_specs))
         return outcome.tree, None, None
 
     gather.defvjp(forward, backward)

@@ -15,14 +15,12 @@ from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._check.check import check_plan
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._core.validation import check_integer, check_seed, is_whole_array
-from dynamiq_jax._inputs.options import Options, resolve
-from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax._plan.plan import plan_tree
 from dynamiq_jax._run.driver import run_plan
 from dynamiq_jax._states.states import all_names, check_state_names, first_states
-from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Topology
 
 
 class AllReduceState(NamedTuple):
@@ -52,13 +50,10 @@ class AllReduceState(NamedTuple):
 
 def all_reduce_gradients(
     axis_name: AxisName,
+    method: Choice | Schedule = Compression(),
     *,
-    method: Method | str | Rules | Schedule = DynamiQ(),
-    topology: Topology | str = "ring",
     seed: int = 0,
     start_step: int = 0,
-    specs: Any = None,
-    options: Options = Options(),
     with_metrics: bool = False,
     phase: int | None = None,
 ) -> optax.GradientTransformation:
@@ -76,11 +71,8 @@ def all_reduce_gradients(
         program then holds all methods and the states of all phases, and chooses by the step. Two
         phases share the state of a bucket of the same leaves, if the states are of one kind: error
         feedback goes on through a switch.
-      topology: route of the chunks; see `psum`.
       seed: seed of the rounding noise, the same on all workers.
       start_step: step that the first update counts as.
-      specs: split of the gradients over axes that the compiler manages; see `psum`.
-      options: leaves that stay exact, the size of buckets, and a limit of the error.
       with_metrics: whether the metrics in the state include the metrics of `psum`, which any method
         has.
       phase: the phase of a schedule for all steps of this program; None to choose by the step. The
@@ -112,25 +104,22 @@ def all_reduce_gradients(
         "phases": tuple(schedule.phases),
         "phase": phase,
     }
-    compressions = [
-        resolve(each, topology, options, measures=with_metrics, settings=settings)
-        for each in schedule.methods
+    requests = [
+        resolve(each, measures=with_metrics, settings=settings) for each in schedule.methods
     ]
 
     def names_of(tree: Any) -> list[str]:
         return list(
             dict.fromkeys(
-                name
-                for compression in compressions
-                for name in compression.metrics(compression.policy.used(tree))
+                name for request in requests for name in request.metrics(request.policy.used(tree))
             )
         )
 
     def init(params: Any) -> AllReduceState:
         states: dict[str, Any] = {}
-        for compression in compressions:
-            if compression.is_stateful(params):
-                plan, _ = plan_tree(_mean(axis_name), params, compression, specs)
+        for request in requests:
+            if request.is_stateful(params):
+                plan, _ = plan_tree(_mean(axis_name), params, request)
                 check_plan(plan)
                 states |= first_states(plan)
         return AllReduceState(
@@ -144,7 +133,7 @@ def all_reduce_gradients(
     ) -> tuple[Any, AllReduceState]:
         del params
         no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
-        planned = [plan_tree(_mean(axis_name), updates, each, specs) for each in compressions]
+        planned = [plan_tree(_mean(axis_name), updates, each) for each in requests]
         own = [all_names(plan) for plan, _ in planned]
         check_state_names(state.method, itertools.chain(*own))
 
@@ -155,12 +144,12 @@ def all_reduce_gradients(
             states = {**state.method, **outcome.states}
             return outcome.tree, states, {**no_metrics, **outcome.metrics}
 
-        if len(compressions) == 1:
+        if len(requests) == 1:
             tree, states, metrics = run(0)
         elif phase is not None:
             tree, states, metrics = run(phase)
         else:
-            branches = [functools.partial(run, number) for number in range(len(compressions))]
+            branches = [functools.partial(run, number) for number in range(len(requests))]
             tree, states, metrics = lax.switch(schedule.traced_phase(state.step), branches)
         return tree, AllReduceState(state.step + 1, states, metrics)
 

@@ -20,11 +20,11 @@ from dynamiq_jax._bit_allocation.bit_groups import (
 )
 from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
 from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._inputs.options import Compression, Options, resolve
-from dynamiq_jax._inputs.policy import UNCOMPRESSED, Rules, paths_of
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.policy import UNCOMPRESSED, paths_of
+from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Topology
 from pallas_kernels._jax.compat import override
 
 _ATTEMPTS = 8  # to meet the bytes: leaves of equal bits join buckets, which changes the padding
@@ -49,7 +49,8 @@ class BitAllocation:
     same ratio. As text, the allocation is a table of the groups.
     """
 
-    policy: Mapping[str, Method | str]  # pattern of paths to its method, for `method=`
+    policy: Mapping[str, Method | str]  # pattern of paths to its method
+    compression: Compression  # with this policy and buckets in order, for `method=`
     groups: tuple[GroupBits, ...]
     uniform_error: float  # expected vNMSE with the bits that were given, the same for all leaves
     error: float  # expected vNMSE with the policy
@@ -90,22 +91,21 @@ class BitAllocation:
 def allocate_bits(
     *gradients: Any,
     axis_size: int | tuple[int, ...],
-    method: Method | str | Rules = DynamiQ(),
-    topology: Topology | str = "ring",
-    options: Options = Options(),
+    method: Choice = Compression(),
     groups: Sequence[str] | None = None,
 ) -> BitAllocation:
     """Give each bucket the bits that its gradients need, in the bytes of equal bits.
 
-    Buckets have to be in order. Striped buckets share their bits already; see `Options.bucketing`.
+    Buckets have to be in order. Striped buckets share their bits already; see
+    `Compression.bucketing`.
 
     DynamiQ spends the bits of a bucket where its energy is, but no bits of another bucket. This
     function compares buckets. It takes bits from buckets whose error hardly counts, and gives them
-    to the buckets that have most of the error. The result is a policy for `method=`:
+    to the buckets that have most of the error. The result is a compression for `method=`:
 
-        options = dq.Options(bucketing="in_order")
-        found = dq.allocate_bits(gradients, axis_size=8, method="dynamiq:5", options=options)
-        grads = dq.pmean(grads, "data", key=key, method=found.policy, options=options)
+        in_order = dq.Compression("dynamiq:5", bucketing="in_order")
+        found = dq.allocate_bits(gradients, axis_size=8, method=in_order)
+        grads = dq.pmean(grads, "data", found.compression)
 
     From the norms of rows of 256 coordinates follows the expected error of a bucket at every
     budget. The best budgets have the same return for a byte. They are multiples of a quarter of a
@@ -121,8 +121,6 @@ def allocate_bits(
       axis_size: number of workers, or the sizes of several axes, slowest link first.
       method: DynamiQ with the bits to compare with, or a policy. Only leaves of DynamiQ get other
         bits, and these methods keep their other fields. Errors are counted by their `exponent`.
-      topology: route of the chunks; see `psum`.
-      options: leaves that stay exact, and the size of buckets, which are in order.
       groups: patterns of paths, as in a policy: the leaves that the first matching pattern has in
         common share bits. None: the leaves of a bucket do.
 
@@ -136,26 +134,27 @@ def allocate_bits(
 
     >>> rng = np.random.default_rng(0)
     >>> small, large = (rng.normal(0, scale, 2**16).astype(np.float32) for scale in (0.1, 1))
-    >>> options = Options(bucket_bytes=2**18)  # so that each leaf has a bucket
-    >>> found = allocate_bits({"a": small, "b": large}, axis_size=4, options=options)
+    >>> small_buckets = Compression(bucket_bytes=2**18)  # so that each leaf has a bucket
+    >>> found = allocate_bits({"a": small, "b": large}, axis_size=4, method=small_buckets)
     >>> found.bits
     {'^a$': 3.5, '^b$': 6.5}
     """
-    if options.bucketing == "striped":
+    compression = Compression.of(method)
+    if compression.bucketing == "striped":
         raise ValueError(
             "bucketing='striped': striped buckets share their bits already, and none has bits to "
-            "give to another. Give dq.Options(bucketing='in_order'), for buckets that need it."
+            "give to another. Give dq.Compression(bucketing='in_order'), for buckets that need it."
         )
-    compression = resolve(method, topology, dataclasses.replace(options, bucketing="in_order"))
+    request = resolve(dataclasses.replace(compression, bucketing="in_order"))
     steps = _steps_of(gradients)
-    tree = _tree_of(gradients[0], axis_size, compression)
+    tree = _tree_of(gradients[0], axis_size, request)
     equal = list(groups_of_buckets(tree))
     if not equal:
         raise ValueError(
             f"method={method!r:.200}: DynamiQ compresses none of the {len(steps[0])} leaves with "
             f"axis_size={axis_size!r}, and other methods have no bits to give to another bucket. "
-            "Give method='dynamiq:5', several workers, and dq.Options(exact_below=0) if all leaves "
-            "are small."
+            "Give method='dynamiq:5', several workers, and dq.Compression(exact_below=0) if all "
+            "leaves are small."
         )
     if len(exponents := {group.method.exponent for group in equal}) > 1:
         raise ValueError(
@@ -166,8 +165,10 @@ def allocate_bits(
     shared = uniform if groups is None else _measured(_by_patterns(groups, tree), steps)
     bits = _bits_within(shared, tree, equal)
     errors = shared.errors_of(bits)
+    policy = _policy(tree, shared.groups, bits)
     return BitAllocation(
-        policy=_policy(tree, shared.groups, bits),
+        policy=policy,
+        compression=dataclasses.replace(request.compression, method=policy),
         groups=tuple(
             GroupBits(group.patterns, group.size, one, float(energy), error)
             for group, one, energy, error in zip(
@@ -206,15 +207,15 @@ def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
     return [jax.tree.leaves(tree) for tree in gradients]
 
 
-def _tree_of(tree: Any, axis_size: Any, compression: Compression) -> SentTree:
+def _tree_of(tree: Any, axis_size: Any, request: Request) -> SentTree:
     """Return the leaves of a tree as they are sent."""
-    plan = plan_without_arrays(tree, axis_size, compression)
+    plan = plan_without_arrays(tree, axis_size, request)
     return SentTree(
         paths=tuple(paths_of(tree)),
         leaves=tuple(plan.parts),
-        methods=tuple(compression.policy.methods(tree)),
+        methods=tuple(request.policy.methods(tree)),
         axes=plan.collective.axes,
-        compression=compression,
+        request=request,
     )
 
 

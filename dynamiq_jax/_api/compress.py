@@ -6,28 +6,23 @@ from typing import Any
 from jax import Array
 
 from dynamiq_jax._buckets.axes import AxisName
-from dynamiq_jax._inputs.options import Options, resolve
-from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._rewriting.compressed_step import CompressedStep
 from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
-from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Topology
 
 
 def compress(
     fun: Callable[..., Any],
     axis_name: AxisName,
+    method: Choice = Compression(),
     *,
     key: Callable[..., Array] | None = None,
-    method: Method | str | Rules = DynamiQ(),
-    topology: Topology | str = "ring",
     only: Callable[[Sum], bool] | None = None,
     operations: tuple[Operation, ...] = DEFAULT_OPERATIONS,
-    specs: Any = None,
     in_specs: Any = None,
     missing_ok: bool = False,
-    options: Options = Options(),
     with_metrics: bool = False,
 ) -> CompressedStep:
     """Compress the sums over a mesh axis in a train step, which stays as it is.
@@ -42,7 +37,7 @@ def compress(
     do not need each other are one group, which is one compressed collective, as `dq.psum` of a
     tree.
 
-    Floating sums of gradients with at least `options.exact_below` elements are compressed: of
+    Floating sums of gradients with at least `exact_below` elements are compressed: of
     results of a backward pass, also in another form, rounded, clipped, masked, scaled by numbers or
     added. These stay exact: sums of anything else, such as statistics, products of gradients, and
     changes of parameters; sums with which a backward pass goes on; sums over groups of an axis; and
@@ -54,21 +49,19 @@ def compress(
         called. Objects of flax.nnx among its arguments are updated in place.
       axis_name: one axis, or several with the slowest link first; see `psum`. A sum over more axes
         is exact over the others first.
+      method: how to compress; see `psum`. The paths of leaves are "sum_0", "sum_1" and so on. Its
+        specs say how the terms are split over axes that the compiler manages inside the map: a
+        `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the parameters that
+        the sums update, where their shardings are known.
       key: function of the arguments of the step that returns a PRNG key, the same on all workers
         and a different one at every step. None: the key of each sum follows from a sample of its
         terms on all workers, one coordinate of 251 and all of small ones, for which they add four
         bytes. A step whose sample repeats itself, as with a learning rate of 0, repeats its
         rounding noise then. Each of the first buckets in order has a sample of its own, and waits
         for no other gradient.
-      method: compression method, or its name, or a policy; see `psum`. The paths of leaves are
-        "sum_0", "sum_1" and so on.
-      topology: route of the chunks; see `psum`.
       only: function of a `dq.Sum` to whether it may be compressed, in place of the rule for
         gradients: the default is `lambda s: s.origin == "gradient"`, and gathers of anything.
       operations: functions of `jax.lax` that are replaced: add "all_gather" to compress gathers.
-      specs: how the terms are split over axes that the compiler manages inside the map; see
-        `psum`: a `PartitionSpec` for all, or a function of a `dq.Sum`. None: those of the
-        parameters that the sums update, where their shardings are known.
       in_specs: how the positional arguments are split, as in `jax.shard_map`: a `NamedSharding` for
         each, or for several, or a `PartitionSpec` if the mesh is known, as under `jax.set_mesh`.
         None: as their shardings say. It is needed where these are not known, as inside of another
@@ -76,7 +69,6 @@ def compress(
       missing_ok: True: a step without a sum to compress stays as it is, in place of an error. So
         all maps of a program can be wrapped, such as by a function in place of `jax.pmap`. `report`
         still lists the sums of each.
-      options: sums that stay exact, the size of buckets, and a limit of the error; see `psum`.
       with_metrics: return `(results, metrics)`, with the metrics of `psum` for each group, in a
         list. It needs groups outside of maps and loops, as in a global step.
 
@@ -110,7 +102,7 @@ def compress(
             f"key={key!r:.80} cannot be called. Give a function of the arguments of the step, such "
             "as lambda state, batch: jax.random.fold_in(jax.random.key(0), state.step), or None."
         )
-    compression = resolve(method, topology, options, stateless="compress", measures=with_metrics)
-    selection = Selection(axis_name, options.exact_below, only, operations)
-    evaluator = Evaluator(selection, compression, specs)
+    request = resolve(method, stateless="compress", measures=with_metrics)
+    selection = Selection(axis_name, request.compression.exact_below, only, operations)
+    evaluator = Evaluator(selection, request)
     return CompressedStep(fun, key, evaluator, in_specs=in_specs, missing_ok=missing_ok)

@@ -20,8 +20,9 @@ from dynamiq_jax._buckets.leaves import join, named_leaves
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options, resolve
-from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.policy import paths_of
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax._plan.plan import make_plan
 from dynamiq_jax._run.sample import fold_in_sample
@@ -36,7 +37,7 @@ class _OneMessage(AllGather):
     """All-gather of which one worker's part is a message. Sizes are those of the parts of both."""
 
     @override
-    def rules(self, options: Options) -> CutRules:
+    def rules(self, compression: Compression) -> CutRules:
         return CutRules("in_order", into_parts=False, into_stripes=False, copies=2)
 
 
@@ -45,10 +46,9 @@ _COLLECTIVE = _OneMessage(Axes(Axis("message", 2)))
 
 def encode(
     tree: Any,
+    method: Choice = Compression(),
     *,
     key: Array | None = None,
-    method: Method | str | Rules = DynamiQ(),
-    options: Options = Options(),
 ) -> Message:
     """Encode a tree as a message, which can leave the program.
 
@@ -68,8 +68,6 @@ def encode(
         sample of the leaves.
       method: method for all leaves, or a policy; see `psum`. A message can hold `"dynamiq"`,
         `"bf16"`, `"exact"`, `"blockint"` and the MX formats.
-      options: leaves that stay exact, and the size of buckets, as in an all-gather of two workers:
-        a leaf counts twice.
 
     Returns:
       The message. Its method `to_bytes` returns bytes.
@@ -84,9 +82,9 @@ def encode(
     >>> round(8 * message.nbytes / (512 * 64), 1)
     4.1
     """
-    compression = resolve(method, "ring", options, stateless="encode")
-    _check_options(options)
-    for each in compression.policy.used(tree):
+    request = resolve(method, stateless="encode")
+    _check_compression(request.compression)
+    for each in request.policy.used(tree):
         _format_of(each)  # raises if it is not possible
     names = paths_of(tree)
     named_leaves(tree)  # raises for what is no array
@@ -97,8 +95,8 @@ def encode(
         [(f"[{name!r}]", leaf) for name, leaf in zip(names, leaves, strict=True)],
         jax.tree.structure(tree),
         Shards((), (), (PartitionSpec(),) * len(leaves)),
-        compression,
-        compression.policy.methods(tree),
+        request,
+        request.policy.methods(tree),
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)
@@ -156,17 +154,17 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else value
 
 
-def _check_options(options: Options) -> None:
+def _check_compression(compression: Compression) -> None:
     """Raise ValueError for options that have no meaning in a message."""
-    if options.bucketing == "striped":
+    if compression.bucketing == "striped":
         raise ValueError(
             "bucketing='striped' is not possible in a message, whose buckets hold whole leaves. "
             "Leave it out."
         )
-    if options.max_error is not None:
+    if compression.max_error is not None:
         raise ValueError(
-            f"max_error={options.max_error!r} limits the error of an all-reduce, and a message is "
-            "none. Leave it out."
+            f"max_error={compression.max_error!r} limits the error of an all-reduce, and a message "
+            "is none. Leave it out."
         )
 
 

@@ -10,12 +10,12 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core.naming import spelled
-from dynamiq_jax._inputs.options import Compression, Options, resolve
-from dynamiq_jax._inputs.policy import Rules, paths_of
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.policy import paths_of
+from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._states import owner
-from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.methods import Method
 from pallas_kernels._jax.compat import override
 
 
@@ -69,12 +69,9 @@ class WireReport:
 def wire_report(
     tree: Any,
     axis_size: int | str | tuple[int | str, ...],
+    method: Choice = Compression(),
     *,
-    method: Method | str | Rules = DynamiQ(),
-    topology: Topology | str = "ring",
     mesh: Any = None,
-    specs: Any = None,
-    options: Options = Options(),
     with_metrics: bool = False,
 ) -> WireReport:
     """Count the bytes that `psum` or `pmean` of a tree puts on the wire, without running it.
@@ -87,13 +84,9 @@ def wire_report(
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
       axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
         the name of its axis, or the names of several.
-      method: compression method or policy; see `psum`.
-      topology: route of the chunks; see `psum`.
+      method: how to compress; see `psum`. With specs, bytes are counted for one device and its own
+        shards. A bucket above `max_error` is sent again, which is not counted.
       mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`, for leaves with specs.
-      specs: split of the leaves over further axes of the mesh; see `psum`. Bytes are then counted
-        for one device and its own shards.
-      options: leaves that stay exact, the size of buckets, and a limit of the error. A bucket above
-        `max_error` is sent again, which is not counted.
       with_metrics: whether the exact sum of a sample, which metrics need, is counted.
 
     >>> import jax, jax.numpy as jnp
@@ -101,24 +94,20 @@ def wire_report(
     >>> round(report.bits, 1), round(report.ratio_bf16, 1)
     (5.0, 3.2)
     """
-    compression = resolve(method, topology, options, measures=with_metrics)
-    return report_of(compression, tree, axis_size, mesh=mesh, specs=specs)
+    request = resolve(method, measures=with_metrics)
+    return report_of(request, tree, axis_size, mesh=mesh)
 
 
-def report_of(
-    compression: Compression, tree: Any, axis_size: Any, *, mesh: Any = None, specs: Any = None
-) -> WireReport:
+def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) -> WireReport:
     """Count bytes; see `wire_report`."""
-    plan = plan_without_arrays(tree, axis_size, compression, mesh=mesh, specs=specs)
+    plan = plan_without_arrays(tree, axis_size, request, mesh=mesh)
     axes, names, leaves = plan.collective.axes, plan.names, plan.parts
     compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
     compressed_size = sum(sizes[index] for index in in_buckets)
     exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
-    sampled = (
-        sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if compression.estimates else 0
-    )
+    sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if request.estimates else 0
     is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
     checked = owner.bytes_sent(axes) if is_stateful else 0
     total = compressed + exactly + sampled + checked

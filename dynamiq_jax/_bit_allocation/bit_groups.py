@@ -15,7 +15,7 @@ from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms
 from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, Sorted, sort_leaves
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax.methods import DynamiQ, Method
 
 STEP = 0.25  # bits between the budgets of a grid: leaves of the same one share a compiled codec
@@ -31,11 +31,11 @@ class SentTree:
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     methods: tuple[Method | None, ...]  # that the user gave; None for uncompressed leaves
     axes: Axes
-    compression: Compression
+    request: Request
 
     def plan(self, methods: Sequence[Method | None]) -> Sorted:
         """Sort the leaves into buckets, with a method for each."""
-        return sort_leaves(self.leaves, self.axes, self.compression, methods)
+        return sort_leaves(self.leaves, self.axes, self.request, methods)
 
     def bytes_sent(self, methods: Sequence[Method | None]) -> int:
         """Count the bytes that each worker sends over the slow axis."""

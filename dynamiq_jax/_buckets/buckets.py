@@ -13,7 +13,8 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_jax._buckets.stripes import Stripe, number_of_stripes, take_little_time
 from dynamiq_jax._core import MOST_IN_BUCKET, WireCost
-from dynamiq_jax._inputs.options import Bucketing, Compression
+from dynamiq_jax._inputs.compression import Bucketing
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax.methods import Call, Method
 from dynamiq_jax.topologies import Topology
 
@@ -72,7 +73,7 @@ class Sorted:
 def sort_leaves(
     leaves: Sequence[Any],
     axes: Axes,
-    compression: Compression,
+    request: Request,
     methods: Sequence[Method | None],
     *,
     split_over: Sequence[tuple[str, ...]] | None = None,
@@ -83,7 +84,7 @@ def sort_leaves(
     Args:
       leaves: anything with `shape` and `dtype`.
       axes: axes of the collective.
-      compression: policy, topology and options.
+      request: what the call asks for.
       methods: method of each leaf by the policy; None for an uncompressed leaf.
       split_over: further axes along which the values of each leaf differ. Leaves of different axes
         never share a bucket. So a leaf that is the same along an axis stays the same: its rounding
@@ -93,7 +94,7 @@ def sort_leaves(
     Raises:
       ValueError: a leaf that is too large for one bucket, and cannot be cut.
     """
-    rules = rules or CutRules(compression.options.bucketing)
+    rules = rules or CutRules(request.compression.bucketing)
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
     by_kind: dict[_Kind, list[tuple[int, int]]] = {}
@@ -107,17 +108,17 @@ def sort_leaves(
             exact.append((index, "one worker has nothing to send"))
         elif (method := methods[index]) is None:
             exact.append((index, "by the policy"))
-        elif size < max(compression.options.exact_below, 1):
-            limit = compression.options.exact_below
+        elif size < max(request.compression.exact_below, 1):
+            limit = request.compression.exact_below
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
             axes_of_shards = split_over[index] if split_over is not None else ()
-            kind = _Kind(axes, compression.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
+            kind = _Kind(axes, request.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
             by_kind.setdefault(kind, []).append((index, size))
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():
         shapes = {index: leaves[index].shape for index, _ in members}
-        limit = max(compression.options.bucket_bytes // kind.dtype.itemsize, 1)
+        limit = max(request.compression.bucket_bytes // kind.dtype.itemsize, 1)
         largest = min(limit, sum(size for _, size in members))
         while not kind.fits(largest, rules.copies):
             limit = largest = largest // 2

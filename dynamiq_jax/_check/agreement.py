@@ -59,7 +59,7 @@ def check(plan: Plan, key: Array) -> None:
     Raises:
       RuntimeError: processes differ. All of them raise it, and it names the differences.
     """
-    job = compat.job() if plan.compression.options.check_agreement else None
+    job = compat.job() if plan.request.compression.check_agreement else None
     if job is None or recording.is_recording():
         return
     processes = _processes(plan.collective.axes, job.num_processes)
@@ -69,7 +69,7 @@ def check(plan: Plan, key: Array) -> None:
         **_of_collective(plan, key),
         **{
             field: text
-            for name, value in plan.compression.settings
+            for name, value in plan.request.settings
             for field, text in _fields(name, value).items()
         },
         **_of_process(),
@@ -103,14 +103,14 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
 
 def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
     """Describe a collective, but for its leaves."""
-    collective, compression = plan.collective.unmeasured, plan.compression
+    collective, request = plan.collective.unmeasured, plan.request
     mesh, axes = jax.sharding.get_abstract_mesh(), collective.axes
     texts = {
         "collective": type(collective).__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
-        **_fields("topology", compression.topology),
-        "with_metrics": _text(compression.measures),
+        **_fields("topology", request.topology),
+        "with_metrics": _text(request.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }
     for field in dataclasses.fields(collective):
@@ -118,7 +118,12 @@ def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
         is_default = field.name == "last_first" and value == field.default  # of its kind
         if isinstance(value, bool | int | float | str) and not is_default:
             texts[field.name] = _text(value)
-    return texts | _fields("options", compression.options)
+        of_compression = _fields("compression", request.compression)
+    return texts | {
+        name: text
+        for name, text in of_compression.items()
+        if not name.startswith(("compression.method", "compression.topology", "compression.specs"))
+    }
 
 
 def _of_process() -> dict[str, str]:

@@ -46,23 +46,23 @@ def check_plan(plan: Plan) -> None:
         collective.check_shards(name, leaf, plan.shards.specs[index])
     for method in plan.used:
         collective.check_method(method)
-        plan.compression.check_state(method)
+        plan.request.check_state(method)
     _check_limit(plan)
 
 
 def _check_limit(plan: Plan) -> None:
     """Raise ValueError for a limit of the error that a collective or a method cannot keep."""
-    limit = plan.compression.options.max_error
+    limit = plan.request.compression.max_error
     if limit is None:
         return
     if not isinstance(plan.collective, Measured):
         raise ValueError(
-            f"max_error={limit!r} limits the error of an all-reduce, and this is half of one. Give "
-            "dq.Options() without it."
+            f"max_error={limit!r} limits the error of an all-reduce, and this is half of one. "
+            "Leave it out."
         )
     for method in plan.used:
         if method.is_stateful:
             raise ValueError(
                 f"max_error={limit!r} has no meaning with method={method!r}, which adds to a sum "
-                "what earlier ones left out. Give dq.Options() without it, or another method."
+                "what earlier ones left out. Leave it out, or give another method."
             )

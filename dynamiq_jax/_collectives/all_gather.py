@@ -12,7 +12,7 @@ from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels._jax.compat import override
 
@@ -28,9 +28,9 @@ class AllGather(Collective):
     salt: ClassVar[int | None] = 0x67617468
 
     @override
-    def rules(self, options: Options) -> CutRules:
+    def rules(self, compression: Compression) -> CutRules:
         # A forward pass can begin with the first leaves, whatever the topology of the transpose.
-        into = "in_order" if options.bucketing == "auto" else options.bucketing
+        into = "in_order" if compression.bucketing == "auto" else compression.bucketing
         return CutRules(into, into_parts=False)
 
     @property

@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._collectives.collective import WholeLeaves
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels._jax.compat import override
 
@@ -24,8 +24,8 @@ class AllReduce(WholeLeaves):
         return self.axes.num_workers if self.mean else 1
 
     @override
-    def rules(self, options: Options) -> CutRules:
-        return CutRules(options.bucketing)
+    def rules(self, compression: Compression) -> CutRules:
+        return CutRules(compression.bucketing)
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:

@@ -14,7 +14,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import Method, Reduced, State
 from pallas_kernels._jax.compat import override
 
@@ -60,7 +60,7 @@ class Collective(abc.ABC):
         return leaf
 
     @abc.abstractmethod
-    def rules(self, options: Options) -> CutRules:
+    def rules(self, compression: Compression) -> CutRules:
         """Return how leaves are cut into buckets."""
 
     @property

@@ -22,7 +22,7 @@ from dynamiq_jax._collectives.error_estimate import (
     without_error,
 )
 from dynamiq_jax._collectives.sharing import gain_of_sharing
-from dynamiq_jax._inputs.options import MEASURED, Compression
+from dynamiq_jax._inputs.request import MEASURED, Request
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
@@ -115,13 +115,13 @@ class Measured(AllReduce):
         }
 
 
-def measured(collective: Collective, compression: Compression) -> Collective:
+def measured(collective: Collective, request: Request) -> Collective:
     """Return a collective that estimates its errors where they are asked for, if it can."""
-    if not compression.estimates or type(collective) is not AllReduce:
+    if not request.estimates or type(collective) is not AllReduce:
         return collective
     return Measured(
         collective.axes,
         collective.mean,
-        limit=compression.options.max_error,
-        has_metrics=compression.measures,
+        limit=request.compression.max_error,
+        has_metrics=request.measures,
     )

@@ -12,7 +12,7 @@ from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
 from pallas_kernels._jax.compat import override
 
@@ -37,8 +37,8 @@ class ReduceScatter(Collective):
         checks.check_not_split(name, spec, self._dimension(leaf), "scatter_dimension")
 
     @override
-    def rules(self, options: Options) -> CutRules:
-        return CutRules(options.bucketing, into_parts=False)
+    def rules(self, compression: Compression) -> CutRules:
+        return CutRules(compression.bucketing, into_parts=False)
 
     @override
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:

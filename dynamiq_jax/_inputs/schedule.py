@@ -9,8 +9,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax._core import check_integer
-from dynamiq_jax._inputs.policy import Policy, Rules
-from dynamiq_jax.methods import Method
+from dynamiq_jax._inputs.compression import Choice, Compression
 
 _LAST_STEP = 2**31 - 1  # steps are counted in int32
 
@@ -24,8 +23,8 @@ class Schedule:
     (0, 1)
     """
 
-    # First step of each phase, from 0 on, to its method, name, or policy.
-    phases: Mapping[int, Method | str | Rules]
+    # First step of each phase, from 0 on, to its method, name, policy or compression.
+    phases: Mapping[int, Choice]
 
     def __post_init__(self):
         starts = list(self.phases) if isinstance(self.phases, Mapping) else []
@@ -37,10 +36,10 @@ class Schedule:
                 "ascending from 0, to its method: {0: 'exact', 1000: 'dynamiq:5'}."
             )
         for method in self.phases.values():
-            Policy.of(method)
+            Compression.of(method)
 
     @property
-    def methods(self) -> tuple[Method | str | Rules, ...]:
+    def methods(self) -> tuple[Choice, ...]:
         """Method of each phase, in order."""
         return tuple(self.phases.values())
 

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamiq_jax._console.errors import CommandError, install_extra
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 
 Gradients = dict[str, NDArray[np.float32]]  # parameter to [workers, *shape]
 
 _STEP = re.compile(r"(\d+)/(.+)")
 _WRITERS = {".npz": "np.savez", ".safetensors": "safetensors.numpy.save_file"}
 # Coordinates: training sums smaller parameters exactly, so that they have no error to measure.
-LARGE = Options().exact_below
+LARGE = Compression().exact_below
 
 
 def load(path: Path) -> dict[str, Gradients]:

@@ -21,8 +21,8 @@ from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._core.naming import field_names
-from dynamiq_jax._inputs.options import Compression, Options
-from dynamiq_jax._inputs.policy import Policy
+from dynamiq_jax._inputs.compression import Compression, split_route
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import (
     METHODS,
@@ -56,8 +56,8 @@ class Setting:
         """
         if self.method is None or self.topology is None:
             return lax.psum(tree, axis_name)
-        compression = Compression(Policy(self.method), self.topology, Options(exact_below=0))
-        return run(AllReduce(find_axes(axis_name)), tree, key, compression).tree
+        compression = Compression(self.method, self.topology, exact_below=0)
+        return run(AllReduce(find_axes(axis_name)), tree, key, Request(compression)).tree
 
     def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
         """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.
@@ -67,12 +67,11 @@ class Setting:
         """
         values = jax.ShapeDtypeStruct((tree,), "float32") if isinstance(tree, int) else tree
         everything = 1 + max(leaf.size for leaf in jax.tree.leaves(values))
-        arguments: dict[str, Any] = {"options": Options(exact_below=everything)}
+        compression = Compression(exact_below=everything)
         if self.method is not None and self.topology is not None:
-            arguments = {"method": self.method, "topology": self.topology}
-            arguments["options"] = Options(exact_below=0)
+            compression = Compression(self.method, self.topology, exact_below=0)
         try:
-            return dq.wire_report(values, num_workers, **arguments)
+            return dq.wire_report(values, num_workers, compression)
         except ValueError as error:
             raise CommandError(
                 f"--settings: {self.name!r} with {num_workers} workers: {error}"
@@ -149,10 +148,8 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
                 f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
                 f"{remedy}Give {grammar()}."
             )
-    ours = of_both[1] - of_both[0]
-    of_topology = [part for part in parts if part.partition("=")[0] in ours]
-    of_method = [part for part in parts if part not in (topology, *of_topology)]
-    inner, route = ":".join([name, *of_method]), ":".join([topology, *of_topology])
+    inner, given = split_route(text.removeprefix(wrapper))
+    route = given or topology
     try:
         return Setting(text, resolve_method(wrapper + inner), resolve_topology(route))
     except ValueError as error:

@@ -15,7 +15,7 @@ from dynamiq_jax._buckets.buckets import Bucket, sort_leaves
 from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.measured import measured
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax._plan.state_names import state_name
 from dynamiq_jax.methods import Method
@@ -33,7 +33,7 @@ class Plan:
     """
 
     collective: Collective
-    compression: Compression
+    request: Request
     structure: Any  # of the tree
     names: tuple[str, ...]  # paths of the leaves, as in errors
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # whole along the axes of `shards`
@@ -77,7 +77,7 @@ class Plan:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics."""
-        return self.compression.metrics(self.used)
+        return self.request.metrics(self.used)
 
     @property
     def bucket_specs(self) -> tuple[PartitionSpec, ...]:
@@ -133,29 +133,28 @@ class Plan:
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the buckets in the order in which they are sent; groups share one codec."""
-        options = self.compression.options
-        return groups_in_order(self.buckets, self.collective.last_first, options.unrolled_buckets)
+        unrolled = self.request.compression.unrolled_buckets
+        return groups_in_order(self.buckets, self.collective.last_first, unrolled)
 
 
 def plan_tree(
-    collective: Collective, tree: Any, compression: Compression, specs: Any
+    collective: Collective, tree: Any, request: Request
 ) -> tuple[Plan, tuple[Array, ...]]:
     """Plan a call inside a program.
 
     Args:
       collective: kind of collective, and its axes.
       tree: pytree of arrays.
-      compression: policy, topology and options.
-      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+      request: what the call asks for.
 
     Returns:
       The plan, and the leaves of the tree.
     """
     named, structure = named_leaves(tree)
     leaves = tuple(leaf for _, leaf in named)
-    shards = find_shards([name for name, _ in named], leaves, tree, specs)
-    methods = compression.policy.methods(tree)
-    return make_plan(collective, named, structure, shards, compression, methods), leaves
+    shards = find_shards([name for name, _ in named], leaves, tree, request.specs)
+    methods = request.policy.methods(tree)
+    return make_plan(collective, named, structure, shards, request, methods), leaves
 
 
 def make_plan(
@@ -163,7 +162,7 @@ def make_plan(
     named: Sequence[tuple[str, Any]],
     structure: Any,
     shards: Shards,
-    compression: Compression,
+    request: Request,
     methods: Sequence[Method | None],
 ) -> Plan:
     """Plan a call.
@@ -173,10 +172,10 @@ def make_plan(
       named: path and leaf: anything with `shape` and `dtype`, whole along the axes of the shards.
       structure: structure of the tree.
       shards: how devices split the leaves.
-      compression: policy, topology and options.
+      request: what the call asks for.
       methods: method of each leaf; None for uncompressed ones.
     """
-    collective = measured(collective, compression)
+    collective = measured(collective, request)
     own = set(collective.axes.names)
     whole = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named)
     parts = tuple(collective.planned(shards.local(n, leaf)) for n, leaf in enumerate(whole))
@@ -187,16 +186,16 @@ def make_plan(
     found = sort_leaves(
         parts,
         collective.axes,
-        compression,
+        request,
         methods,
         split_over=split_over,
         rules=dataclasses.replace(
-            collective.rules(compression.options), names=tuple(f"tree{name}" for name, _ in named)
+            collective.rules(request.compression), names=tuple(f"tree{name}" for name, _ in named)
         ),
     )
     return Plan(
         collective=collective,
-        compression=compression,
+        request=request,
         structure=structure,
         names=tuple(name for name, _ in named),
         leaves=whole,

@@ -13,7 +13,7 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import Shards, leaf_specs, split_over
 from dynamiq_jax._plan.plan import Plan, make_plan
 
@@ -21,10 +21,9 @@ from dynamiq_jax._plan.plan import Plan, make_plan
 def plan_without_arrays(
     tree: Any,
     axis_size: Any,
-    compression: Compression,
+    request: Request,
     *,
     mesh: Any = None,
-    specs: Any = None,
     collective: Callable[[Axes], Collective] = AllReduce,
 ) -> Plan:
     """Plan a collective outside of a program.
@@ -33,19 +32,18 @@ def plan_without_arrays(
       tree: pytree of arrays or `jax.ShapeDtypeStruct`.
       axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
         the name of its axis, or the names of several.
-      compression: policy, topology and options.
+      request: what the call asks for.
       mesh: mesh of leaves with specs.
-      specs: split of the leaves over further axes of the mesh.
       collective: kind of collective.
     """
     axes = _axes(axis_size, mesh)
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
-    shards = _shards(names, leaves, tree, mesh, specs, axes)
-    methods = compression.policy.methods(tree)
+    shards = _shards(names, leaves, tree, mesh, request.specs, axes)
+    methods = request.policy.methods(tree)
     named = list(zip(names, leaves, strict=True))
-    return make_plan(collective(axes), named, structure, shards, compression, methods)
+    return make_plan(collective(axes), named, structure, shards, request, methods)
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:

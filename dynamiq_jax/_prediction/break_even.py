@@ -57,8 +57,7 @@ def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) ->
         dq.wire_report(
             jax.ShapeDtypeStruct((size,), "float32"),
             RING_WORKERS,
-            method=each,
-            options=dq.Options(exact_below=0),
+            dq.Compression(each, exact_below=0),
         ).bytes_per_worker
         for each in (method, "bf16")
     )

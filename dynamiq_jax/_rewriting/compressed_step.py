@@ -201,7 +201,7 @@ class CompressedStep:
         if self._key is not None and any(program.schedule.groups()):
             (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
             key = check_key(self._key(*args, **kwargs), ())
-        metrics: list[Metrics] | None = [] if self._evaluator.compression.measures else None
+        metrics: list[Metrics] | None = [] if self._evaluator.request.measures else None
         results = self._evaluator.run(program.schedule, key, *leaves.arrays, metrics=metrics)
         return _Results(tuple(results), metrics, program)
 
@@ -267,7 +267,7 @@ class CompressedStep:
         )
         if not (self._missing_ok or any(made.groups())):
             raise ValueError(_nothing_to_compress(selection, list(made.exact())))
-        if self._evaluator.compression.measures:
+        if self._evaluator.request.measures:
             made.check_no_groups_inside()
         donated = tuple(equations.donated_inputs(traced))
         return _Program(made, results, changed, donated)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Value
@@ -37,8 +37,7 @@ class Evaluator:
     """Rules for the compressed sums of a program."""
 
     selection: Selection
-    compression: Compression
-    specs: Any = None  # one for all sums, or a function of a `Sum`
+    request: Request
 
     def run(
         self,
@@ -116,8 +115,8 @@ class Evaluator:
             )
             if key is None or group.times != 1:  # in a loop, a given key is the same in all turns
                 of_group = SampledKey(of_group)
-            specs = self.specs_of(group)
-            outcome = run(collective, tree, of_group, self.compression, specs=specs)
+            request = self.request.with_specs(self.specs_of(group))
+            outcome = run(collective, tree, of_group, request)
             return outcome.tree, outcome.metrics
 
         if (workers := group.members[0].workers) is not None:
@@ -147,11 +146,12 @@ class Evaluator:
             given nor known.
         """
         members = group.members
-        if callable(self.specs):
-            return group.by_path([each.sent_spec(self.specs(each.description)) for each in members])
+        specs = self.request.specs
+        if callable(specs):
+            return group.by_path([each.sent_spec(specs(each.description)) for each in members])
         known = [each.spec for each in members]
-        if self.specs is not None:
-            return self.specs
+        if specs is not None:
+            return specs
         if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
             whole = PartitionSpec()
             return group.by_path(each.sent_spec(each.spec or whole) for each in members)

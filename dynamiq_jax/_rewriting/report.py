@@ -135,7 +135,7 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     exactly = {i: _exact_bytes(operation, axes, part) for i, part in enumerate(parts)}
     compressed: dict[int, float] = collections.defaultdict(float)
     for bucket in plan.buckets:
-        sent = _bucket_bytes(group, bucket, axes, evaluator.compression.estimates)
+        sent = _bucket_bytes(group, bucket, axes, evaluator.request.estimates)
         for leaf, share in plan.bytes_by_leaf(bucket, sent).items():
             compressed[leaf] += share
     after = {**exactly, **compressed}
@@ -159,13 +159,13 @@ def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
     specs = evaluator.specs_of(group)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
         sizes: Any = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
-        return plan_without_arrays(tree, sizes, evaluator.compression, collective=group.collective)
+        request = evaluator.request.with_specs(None)
+        return plan_without_arrays(tree, sizes, request, collective=group.collective)
     return plan_without_arrays(
         tree,
         over,
-        evaluator.compression,
+        evaluator.request.with_specs(specs),
         mesh=mesh,
-        specs=specs,
         collective=group.collective,
     )
 

@@ -32,7 +32,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 DEFAULT_OPERATIONS: tuple[Operation, ...] = ("psum", "psum_scatter")
 
-SMALL = "fewer elements than options.exact_below"
+SMALL = "fewer elements than exact_below"
 NOT_FLOATING = "not floating"
 SYMBOLIC = "its shape is symbolic"
 NOT_CHOSEN = "only= returned False"

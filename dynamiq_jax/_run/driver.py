@@ -9,7 +9,7 @@ from jax import Array
 
 from dynamiq_jax._check.check import check
 from dynamiq_jax._collectives.collective import Collective
-from dynamiq_jax._inputs.options import Compression
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.on_devices import Outcome, run_on_devices
@@ -21,9 +21,8 @@ def run(
     collective: Collective,
     tree: Any,
     key: Any,
-    compression: Compression,
+    request: Request,
     *,
-    specs: Any = None,
     states: NamedStates | None = None,
 ) -> Outcome:
     """Run a collective on a tree.
@@ -32,12 +31,11 @@ def run(
       collective: kind of collective, and its axes.
       tree: pytree of arrays.
       key: PRNG key, the same on all workers, or a `SampledKey`; None: one of the terms alone.
-      compression: policy, topology and options.
-      specs: how the leaves are split over axes that are not manual here; see `find_shards`.
+      request: what the call asks for.
       states: states of the methods by their names, as from `first_states`; None for those of a
         first step.
     """
-    plan, leaves = plan_tree(collective, tree, compression, specs)
+    plan, leaves = plan_tree(collective, tree, request)
     return run_plan(plan, leaves, key, states)
 
 

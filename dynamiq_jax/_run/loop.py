@@ -168,7 +168,7 @@ class Sender:
         # Without jit, the loops of a codec would take minutes.
         with jax.disable_jit(False):
             sent = self._program(bucket.program, flat, key, state)
-        names = self.plan.compression.metrics([bucket.method])
+        names = self.plan.request.metrics([bucket.method])
         return sent._replace(metrics={n: sent.metrics[n] for n in names if n in sent.metrics})
 
     @functools.cached_property

@@ -15,7 +15,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets import exact, scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.order import after, token_of
-from dynamiq_jax._inputs.options import RESET_STATES
+from dynamiq_jax._inputs.request import RESET_STATES
 
 Tree = TypeVar("Tree")
 

@@ -23,14 +23,13 @@ from dynamiq_jax._core.validation import (
     check_optimizer,
     check_seed,
 )
-from dynamiq_jax._inputs.options import Compression, Options, resolve
-from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._states.states import all_names, first_states
-from dynamiq_jax.methods import DynamiQ, Method, State
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.methods import DynamiQ, State
 from dynamiq_jax.training._fragments import Fragments
 from dynamiq_jax.training._local_sgd_state import (
     LocalSGDState,
@@ -91,8 +90,7 @@ class LocalSGD:
     every: int = 20  # local steps between two turns of a fragment: H in the papers
     # Takes the mean change (reference - parameters) as a gradient. It runs on each fragment alone.
     outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    method: Method | str | Rules = DynamiQ(bits=4)
-    topology: Topology | str = "ring"
+    method: Choice = Compression(DynamiQ(bits=4))
     # Parts of about equal size: leaves, and slices of leaves that are larger than such a part.
     fragments: int = 1
     delay: int = 0  # local steps between sending a mean change and applying it
@@ -100,11 +98,9 @@ class LocalSGD:
     # Streaming DiLoCo. Without it, local steps during the delay are lost.
     mixing: float = 0.0
     seed: int = 0  # of the rounding noise, the same on all workers
-    specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
-    options: Options = Options()
 
     def __post_init__(self):
-        _ = self._compression  # raises if it is not possible
+        _ = self._request  # raises if it is not possible
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         check_integer("every", self.every, 1)
         check_integer("fragments", self.fragments, 1, self.every)
@@ -139,10 +135,12 @@ class LocalSGD:
           axis_size: number of workers, or names of their axes beside a mesh.
           mesh: the mesh over which `specs` split the parameters.
         """
-        specs = P() if mesh is not None and self.specs is None else self.specs
-        self._compression.policy.methods(params)
+        request = self._of_fragments
+        if mesh is not None and request.specs is None:
+            request = request.with_specs(P())
+        self._request.policy.methods(params)
         return tuple(
-            report_of(self._of_fragments, fragment, axis_size, mesh=mesh, specs=specs)
+            report_of(request, fragment, axis_size, mesh=mesh)
             for fragment in jax.eval_shape(self.split, params)
         )
 
@@ -168,7 +166,7 @@ class LocalSGD:
         fragments = self._fragments(params)
         parts = dict(zip(fragments.names, _parts(fragments, params), strict=True))
         method: dict[str, Mapping[str, State]] = {}
-        if self._compression.is_stateful(params):
+        if self._request.is_stateful(params):
             method = {name: first_states(self._plan(part)) for name, part in parts.items()}
         return LocalSGDState(
             step=jnp.zeros((), jnp.int32),
@@ -227,7 +225,7 @@ class LocalSGD:
 
     def _check_agreement(self, axes: Axes, params: Any) -> None:
         """Check that all processes have the same settings, also in a step that sends nothing."""
-        plan, _ = plan_tree(AllReduce(axes, mean=True), params, self._compression, self.specs)
+        plan, _ = plan_tree(AllReduce(axes, mean=True), params, self._request)
         agreement.check(plan, jax.random.key(self.seed))
 
     def _check_due(self, due: Any) -> None:
@@ -245,7 +243,7 @@ class LocalSGD:
 
     def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
         """Raise ValueError for a state of another configuration, or of other parameters."""
-        is_stateful = self._compression.is_stateful(params)
+        is_stateful = self._request.is_stateful(params)
         check_fragments(state, fragments.names)
         check_timing(state, self._timing)
         check_like(
@@ -265,33 +263,31 @@ class LocalSGD:
     def _plan(self, part: Any) -> Plan:
         """Plan the mean of a fragment."""
         collective = AllReduce(find_axes(self.axis_name), mean=True)
-        plan, _ = plan_tree(collective, part, self._of_fragments, self.specs)
+        plan, _ = plan_tree(collective, part, self._of_fragments)
         check_plan(plan)
         return plan
 
     @property
-    def _compression(self) -> Compression:
+    def _request(self) -> Request:
         settings = {name: getattr(self, name) for name in _SHARED}
-        return resolve(self.method, self.topology, self.options, settings=settings)
+        return resolve(self.method, settings=settings)
 
     @property
-    def _of_fragments(self) -> Compression:
+    def _of_fragments(self) -> Request:
         """Compression of a fragment, which has no leaf for some patterns of a policy.
 
         `update` itself checks that processes agree.
         """
-        compression, options = (
-            self._compression,
-            dataclasses.replace(self.options, check_agreement=False),
-        )
-        if options.bucketing == "auto":  # all of a change is there when it is sent
-            options = dataclasses.replace(options, bucketing="striped")
-        policy = dataclasses.replace(compression.policy, all_used=False)
-        return dataclasses.replace(compression, policy=policy, options=options)
+        request, compression = self._request, self._request.compression
+        policy = dataclasses.replace(request.policy, all_used=False)
+        compression = dataclasses.replace(compression, method=policy, check_agreement=False)
+        if compression.bucketing == "auto":  # all of a change is there when it is sent
+            compression = dataclasses.replace(compression, bucketing="striped")
+        return dataclasses.replace(request, compression=compression)
 
     def _fragments(self, params: Any) -> Fragments:
-        if self.specs is not None:
-            specs = leaf_specs(params, self.specs)
+        if self._request.specs is not None:
+            specs = leaf_specs(params, self._request.specs)
         elif is_explicit():
             specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
         else:
@@ -335,7 +331,6 @@ class LocalSGD:
             change,
             jax.random.fold_in(jax.random.key(self.seed), state.step),
             self._of_fragments,
-            specs=self.specs,
             states=state.method[name] if state.method else {},
         )
         if state.method:

@@ -27,7 +27,6 @@ from dynamiq_jax.contrib.drop_compute.thresholds import Latencies, ThresholdEffe
 from dynamiq_jax.contrib.drop_compute.workers import Workers
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.parts import check_integer, check_number, context_or_automatic
-from dynamiq_jax.topologies import Topology
 
 P = PartitionSpec
 # Methods by the path of a leaf, or a function of the path and the leaf; see `dq.psum`.
@@ -87,9 +86,8 @@ class DropCompute:
     optimizer: optax.GradientTransformation
     mesh: Mesh
     axis_name: str | tuple[str, ...]  # all axes of the mesh, the slowest link first
-    method: Method | str | Policy = DynamiQ()  # of the all-reduce; also one with state
-    topology: Topology | str = "ring"
-    options: dq.Options = dq.Options()
+    # Of the all-reduce; also one with state.
+    method: Method | str | Policy | dq.Compression = DynamiQ()
     seed: int = 0  # of the rounding noise, the same in all processes
     # (params, micro_batch) to the number of targets that the loss is a mean over, a scalar: the
     # weight of a gradient. Without it, all have weight 1.
@@ -143,8 +141,6 @@ class DropCompute:
             sums,
             tuple(self.mesh.shape[name] for name in self._workers.names),
             method=self.method,
-            topology=self.topology,
-            options=self.options,
         )
 
     def init(self, params: Any) -> DropComputeState:
@@ -253,9 +249,7 @@ class DropCompute:
         return dq.all_reduce_gradients(
             self.axis_name,
             method=self.method,
-            topology=self.topology,
             seed=self.seed,
-            options=self.options,
         )
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Exact, Method, resolve_method
+from dynamiq_jax.methods import Exact, Method
 from dynamiq_jax.parts import (
     check_axis,
     check_floating,
@@ -22,7 +22,6 @@ from dynamiq_jax.parts import (
     vary_over,
     varying_axes,
 )
-from dynamiq_jax.topologies import Topology
 
 Tree = TypeVar("Tree")
 
@@ -35,10 +34,7 @@ def moshpit_mean(
     alive: ArrayLike = True,
     rounds: int | None = None,
     first: int = 0,
-    method: Method | str | Mapping[str, Method | str] = Exact(),
-    topology: Topology | str = "ring",
-    specs: Any = None,
-    options: dq.Options = dq.Options(),
+    method: Method | str | Mapping[str, Method | str] | dq.Compression = Exact(),
 ) -> Tree:
     """Average a pytree over a grid of peers, one axis after the other, without those that are dead.
 
@@ -69,9 +65,6 @@ def moshpit_mean(
       method: compression method without state; see `psum`. The errors of all rounds add up, and a
         lossy method errs in proportion to what it is given: use it for gradients and changes of
         parameters, not for parameters.
-      topology: route of the chunks along a line; see `psum`.
-      specs: how leaves are split over further axes; see `psum`.
-      options: leaves that stay exact, and the size of buckets.
 
     Returns:
       A tree of the same structure, shapes and dtypes. NaN of a peer that is alive surfaces on its
@@ -92,12 +85,13 @@ def moshpit_mean(
     Array([[2.5, 2.5, 2.5],
            [2.5, 2.5, 2.5]], dtype=float32)
     """
-    if options.max_error is not None:
+    compression = dq.Compression.of(method)
+    if compression.max_error is not None:
         raise ValueError(
-            f"max_error={options.max_error!r} limits the error of one sum, but groups of peers "
+            f"max_error={compression.max_error!r} limits the error of one sum, but groups of peers "
             "would exceed it at different times here. Give dq.Options() without it."
         )
-    if isinstance(method, Method | str) and resolve_method(method).is_stateful:
+    if isinstance(compression.method, Method) and compression.method.is_stateful:
         raise ValueError(
             f"method={method!r} carries state from call to call, which moshpit_mean cannot keep. "
             "Give one without, such as dq.DynamiQ()."
@@ -108,9 +102,7 @@ def moshpit_mean(
     check_integer("first", first, 0)
     masks = _check_alive(alive, rounds)
     key = check_key(key, names)
-    summed = functools.partial(
-        dq.psum, method=method, topology=topology, specs=specs, options=options
-    )
+    summed = functools.partial(dq.psum, method=compression)
     given = _floating(tree)
     tree = jax.tree.map(_widened, given)
     for number in range(rounds):

@@ -17,7 +17,8 @@ from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options, resolve
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax._plan.plan import plan_tree
 from dynamiq_jax._run.driver import run
@@ -27,9 +28,7 @@ from dynamiq_jax.contrib.packet_loss.terms import terms_of
 from dynamiq_jax.methods import (
     Call,
     ChunkedMethod,
-    DynamiQ,
     Exact,
-    Method,
     Reduced,
     State,
 )
@@ -93,13 +92,12 @@ class LossyCollectives:
     channel: LossyChannel
     # Of the gradients. Each row of 256 is lost if a packet is lost that holds any byte of it. A
     # number of Exact and BF16 is in one packet; a message of EntropyCoded is lost as a whole.
-    method: Method | str = dataclasses.field(default_factory=DynamiQ)
+    method: Choice = Compression()
     estimator: Estimator = "others"
     # Whether the bytes of a row of 256 are sent next to each other, in order of the rows. Messages
     # are sent as they are otherwise, and a row of DynamiQ lies in as many places as it has bits.
     rows_together: bool = False
     # Leaves that stay float32, which lose packets too, and the size of buckets.
-    options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self):
         if not isinstance(self.axis_name, str):
@@ -110,7 +108,7 @@ class LossyCollectives:
                 "dynamiq_jax.contrib.LossyChannel."
             )
         check_choice("estimator", self.estimator, ESTIMATORS)
-        for method in resolve(self.method, "all_to_all", self.options).policy.known:
+        for method in resolve(self.method).policy.known:
             checks.check_chunked(method, "dynamiq_jax.contrib.LossyCollectives")
         if self.estimator == "inverse" and self.channel.highest_rate == 1:
             raise ValueError(
@@ -139,12 +137,16 @@ class LossyCollectives:
         axis = find_axis(self.axis_name).slow
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
-        compression = resolve(self.method, "all_to_all", self.options, settings=self._settings)
+        compression = resolve(self._direct, settings=self._settings)
         operation = _LossyReduceScatter(
             find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
         )
         rows = jax.tree.map(lambda leaf: _rows(leaf, axis.size), tree)
         return run(operation, rows, key, compression).tree
+
+    @property
+    def _direct(self) -> Compression:
+        return dataclasses.replace(Compression.of(self.method), topology="all_to_all")
 
     def own_parts(self, tree: Tree) -> Tree:
         """Return the parts of a pytree that this worker owns.
@@ -178,8 +180,10 @@ class LossyCollectives:
         self._check(tree)
         key = checks.check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
-        compression = resolve("exact", "all_to_all", self.options, settings=self._settings)
-        plan, _ = plan_tree(AllGather(find_axis(self.axis_name)), parts, compression, None)
+        compression = resolve(
+            dataclasses.replace(self._direct, method="exact"), settings=self._settings
+        )
+        plan, _ = plan_tree(AllGather(find_axis(self.axis_name)), parts, compression)
         agreement.check(plan, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]

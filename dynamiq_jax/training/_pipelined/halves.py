@@ -26,7 +26,7 @@ from dynamiq_jax._collectives.collective import Leaves, WholeLeaves
 from dynamiq_jax._core import ChunkCodec, Payload
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Options
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.loop import Sender, Sent, key_of
@@ -45,8 +45,8 @@ class _Half(WholeLeaves):
         return self.axes.num_workers
 
     @override
-    def rules(self, options: Options) -> CutRules:
-        if options.bucketing == "striped":
+    def rules(self, compression: Compression) -> CutRules:
+        if compression.bucketing == "striped":
             raise ValueError(
                 "bucketing='striped' has no use in training.Pipelined, whose buckets leave while a "
                 "backward pass computes others. Leave it out."

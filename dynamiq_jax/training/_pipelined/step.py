@@ -19,13 +19,13 @@ from dynamiq_jax._check.check import check, check_plan
 from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._core.validation import check_number, check_optimizer, check_seed
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.options import Compression, Options, resolve
-from dynamiq_jax._inputs.policy import Rules
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.topologies import Ring, Topology
+from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training._params import check_like, check_shared_params, scaled
 from dynamiq_jax.training._pipelined import halves
 from dynamiq_jax.training._pipelined.halves import GatherMean, ScatterMean
@@ -76,20 +76,23 @@ class Pipelined:
     axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
     # Method without state that compresses chunks. Unlike in `all_gather`, the default rounds
     # without bias in both halves.
-    method: Method | str | Rules = DynamiQ(rounding="correlated")
-    topology: Topology | str = Ring(unroll=True)  # of the first half; nothing runs under a loop
+    # The topology is that of the first half; nothing runs under a loop.
+    method: Choice = Compression(
+        DynamiQ(rounding="correlated"),
+        Ring(unroll=True),
+        bucket_bytes=25 * 2**20,
+        unrolled_buckets=64,
+    )
     # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. The
     # norm is computed from the shards, before the gather. It is exact but for the compression of
     # the second half.
     clip_norm: float | None = None
     seed: int = 0  # of the rounding noise, the same on all workers
-    specs: Any = None  # how parameters are split over axes that the compiler manages; see `psum`
     # Smaller buckets leave earlier and arrive earlier, and pay more latency. In a checkout,
     # `python -m benchmarks.speed.tune_buckets` finds a size by measurement.
-    options: Options = Options(bucket_bytes=25 * 2**20, unrolled_buckets=64)
 
     def __post_init__(self):
-        for method in self._compression.policy.known:
+        for method in self._request.policy.known:
             checks.check_chunked(method, "dq.training.Pipelined")
         check_optimizer("optimizer", self.optimizer, "optax.adamw(1e-3)")
         check_seed(self.seed)
@@ -119,9 +122,8 @@ class Pipelined:
           axis_size: number of workers, or names of their axes beside a mesh.
           mesh: the mesh over which `specs` split the parameters.
         """
-        specs = P() if mesh is not None and self.specs is None else self.specs
-        compression = self._compression
-        plan = plan_without_arrays(params, axis_size, compression, mesh=mesh, specs=specs)
+        compression = self._request
+        plan = plan_without_arrays(params, axis_size, compression, mesh=mesh)
         axes = plan.collective.axes
         leaves = [plan.parts[index] for index, _ in plan.exact]
         scattering, gathering = ScatterMean(axes), GatherMean(axes)
@@ -304,13 +306,13 @@ class Pipelined:
         return self.gather(state).params
 
     @property
-    def _compression(self) -> Compression:
+    def _request(self) -> Request:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
-        return resolve(self.method, self.topology, self.options, settings=settings)
+        return resolve(self.method, settings=settings)
 
     def _plan(self, tree: Any) -> tuple[Plan, tuple[Array, ...]]:
         collective = ScatterMean(find_axes(self.axis_name))
-        plan, leaves = plan_tree(collective, tree, self._compression, self.specs)
+        plan, leaves = plan_tree(collective, tree, self._request)
         check_plan(plan)
         return plan, leaves
 
