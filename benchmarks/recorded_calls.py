@@ -40,7 +40,7 @@ def call_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]
     """Spell options as keywords or, where the function takes one, as a `dq.Options`."""
     if options and "options" in inspect.signature(function).parameters:
         known = {field.name for field in dataclasses.fields(dq.Options)}
-        return {"options": dq.Options(**{n: v for n, v in options.items() if n in known})}
+        return {"options": dq.Compression(**{n: v for n, v in options.items() if n in known})}
     return options
 
 
@@ -262,8 +262,7 @@ def global_step(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     step = dq.compress(
         jax.jit(jax.value_and_grad(loss)),
         "data",
-        method=METHODS[case.method],
-        topology=TOPOLOGIES[case.topology],
+        method=dq.Compression(METHODS[case.method], TOPOLOGIES[case.topology]),
         key=lambda params, x: jax.random.key(KEY),
     )
     return step, (params, x)

@@ -24,8 +24,7 @@ def make_step(bucket_bytes):
     pipelined = dq.training.Pipelined(
         optimizer=optax.adamw(1e-3),
         axis_name="data",
-        method="bf16",
-        options=dq.Options(bucket_bytes=bucket_bytes),
+        method=dq.Compression("bf16", bucket_bytes=bucket_bytes),
     )
     specs = pipelined.state_specs
 

@@ -47,7 +47,7 @@ FORMS = ("jax.jit", "dq.compress")
 TARGETS = {"H200": "two hosts of 4 H200", "v5p": "two slices of 4 TPU v5p"}
 MODEL = GlobalDecoder(4, 1024, 16384, heads=8, scan=False, dtype=jnp.bfloat16)
 ROWS, LENGTH = 16, 1024
-OPTIONS = dq.Options(bucket_bytes=2**24, bucketing="in_order")  # float32 shards of a layer
+OPTIONS = dq.Compression(bucket_bytes=2**24, bucketing="in_order")  # float32 shards of a layer
 TOPOLOGY = "ring:unroll=True"
 
 

@@ -145,10 +145,12 @@ def _step(case: Case, mesh: Any) -> tuple[Any, Any, Any]:
     pipelined = Pipelined(
         optimizer=optax.adamw(1e-3),
         axis_name="data",
-        method=dq.DynamiQ(implementation="triton", rounding="correlated"),
-        topology=resolve_topology(case.topology),
+        method=dq.Compression(
+            dq.DynamiQ(implementation="triton", rounding="correlated"),
+            resolve_topology(case.topology),
+            bucket_bytes=_LAYER_BYTES // case.buckets_per_layer,
+        ),
         clip_norm=1.0,
-        options=dq.Options(bucket_bytes=_LAYER_BYTES // case.buckets_per_layer),
     )
     specs = pipelined.state_specs
     matrix = jax.ShapeDtypeStruct((_WIDTH, _WIDTH), "float32")

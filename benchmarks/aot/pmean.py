@@ -19,7 +19,7 @@ def examine(name: str, workers: int, leaf_sizes: Sequence[int], dump: Path) -> d
 
     def mean(tree, key_data):
         tree, key = [leaf[0] for leaf in tree], jax.random.wrap_key_data(key_data)
-        return dq.pmean(tree, "data", key=key, method=method, topology=topology)
+        return dq.pmean(tree, "data", key=key, method=dq.Compression(method, topology))
 
     split, whole = PartitionSpec("data"), PartitionSpec()
     mapped = jax.shard_map(mean, in_specs=(split, whole), out_specs=whole)

@@ -90,7 +90,7 @@ LARGE = (
         BETWEEN,
         name="kernels between slices, striped",
         times=32,
-        options=dq.Options(bucketing="striped"),
+        options=dq.Compression(bucketing="striped"),
     ),
 )
 
@@ -186,7 +186,7 @@ def examine(
             return lax.psum(values, names)
         key = jax.random.wrap_key_data(key_data)
         return dq.psum(
-            values, names, key=key, method=one.method, topology=one.topology, **_options(one)
+            values, names, key=key, method=dq.Compression(one.method, one.topology), **_options(one)
         )
 
     mesh, size = tpu.mesh(topology, slices, axes), config.size * one.times
@@ -271,8 +271,7 @@ def _sent(one: SumProgram, size: int, axes: dict[str, int]) -> int:
     report = dq.wire_report(
         jax.ShapeDtypeStruct((size,), one.dtype),
         tuple(axes.values()) if len(axes) > 1 else next(iter(axes.values())),
-        method=one.method or "exact",
-        topology=one.topology,
+        method=dq.Compression(one.method or "exact", one.topology),
         **_options(one),
     )
     return report.bytes_per_worker

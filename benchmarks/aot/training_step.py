@@ -149,7 +149,9 @@ def _step(case: Case) -> Any:
         arguments = {
             "method": dq.DynamiQ(implementation="triton"),
             "topology": resolve_topology(case.topology),
-            "options": dq.Options(bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"),
+            "options": dq.Compression(
+                bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"
+            ),
         }
 
     def loss(params: Any, x: jax.Array) -> jax.Array:

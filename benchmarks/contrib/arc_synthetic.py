@@ -118,7 +118,7 @@ def distance(parameters: Array) -> Array:
 @functools.cache
 def descent(method: Method, workers: int, steps: int):
     """Return a function of a key to the distances after each step, [steps]."""
-    reduce = dq.all_reduce_gradients("data", method=method, options=dq.Options(exact_below=0))
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, exact_below=0))
 
     def worker(side: Array, noise_key: Array) -> Array:
         def step(carry: Any, key: Array) -> Any:

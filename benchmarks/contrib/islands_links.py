@@ -130,7 +130,7 @@ class Training:
         if setting == PSUM:
             grads = jax.lax.pmean(grads, "data")
         elif setting:
-            grads = dq.pmean(grads, "data", key=key, method=METHOD, topology="ring")
+            grads = dq.pmean(grads, "data", key=key, method=dq.Compression(METHOD, "ring"))
         updates, state = self.optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -152,7 +152,7 @@ class Training:
 
     def _all_reduced(self, changes: Any, key: Any) -> Any:
         def mean(own: Any) -> Any:
-            return dq.pmean(own, "data", key=key, method=METHOD, topology="ring")
+            return dq.pmean(own, "data", key=key, method=dq.Compression(METHOD, "ring"))
 
         return jax.jit(jax.vmap(mean, axis_name="data"))(changes)
 

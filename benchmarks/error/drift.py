@@ -58,7 +58,7 @@ def all_reduces(
     method: str, topology: str, rounds: int
 ) -> Callable[[NDArray[np.float32]], dict[str, float]]:
     """Return a function of [workers, rows, columns] to the drift of their mean."""
-    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, topology))
 
     def mean_of_rounds(gradient: jax.Array) -> jax.Array:
         def one(carry: Any, _: Any) -> tuple[Any, None]:

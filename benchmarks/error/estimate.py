@@ -6,7 +6,7 @@ precision   estimated over true vNMSE, with a sample of its own in each of many 
             of fine-tuning a small language model, made-up gradients, weights, white noise
 cost        time of the mean on one CPU, for all workers and without a network, with metrics and
             without, in turns; the share of bytes is that of the sample
-hostile     a run with dq.Options(max_error=): from one step to another, its gradients are white
+hostile     a run with dq.Compression(max_error=): from one step to another, its gradients are white
             noise in which one worker has spikes
 """
 
@@ -157,9 +157,8 @@ def hostile_run(config: Config) -> dict[str, Any]:
     """Return errors and fallbacks of every step of a run whose gradients turn hostile."""
     reduce = dq.all_reduce_gradients(
         _AXIS,
-        method="dynamiq:4",
+        method=dq.Compression("dynamiq:4", max_error=config.limit),
         with_metrics=True,
-        options=dq.Options(max_error=config.limit),
     )
     unlimited = mean_of("dynamiq:4")
     size, workers = 2**18, 4

@@ -67,7 +67,7 @@ def measure(
     method = dq.DynamiQ(bits=config.bits, rounding=rounding)
 
     def reduced(values: jax.Array, key: jax.Array) -> jax.Array:
-        return dq.psum(values, "data", key=key, method=method, topology=topology)
+        return dq.psum(values, "data", key=key, method=dq.Compression(method, topology))
 
     function = jax.jit(jax.vmap(reduced, in_axes=(0, None), axis_name="data"))
     truth = gradients.sum(axis=0, dtype=np.float64)

@@ -184,7 +184,7 @@ def measured(tree: Gradients, row: dict[str, Any], config: Config) -> dict[str, 
         method = dataclasses.replace(method, widths=tuple(range(row["least"], 17)))
     topology = resolve_topology(row["topology"])
     bucketing = {"bucketing": row["bucketing"], "bucket_bytes": int(config.bucket_mib * 2**20)}
-    options = dq.Options(exact_below=0, **bucketing)
+    options = dq.Compression(exact_below=0, **bucketing)
     found = Simulation(Bucketed("", method, topology, options), tree).sums(tree, seed=0).tree
     of_leaf = {name: _flat(leaf.sum(0, np.float64)) for name, leaf in tree.items()}
     pairs: dict[str, list[tuple[NDArray, NDArray]]] = {}

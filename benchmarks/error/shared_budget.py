@@ -64,24 +64,26 @@ class Case:
 def joint(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
     """Return the method and options of one bucket for everything."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // workers
-    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=size)
+    return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=size)
 
 
 def in_order(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
     """Return the method and options of buckets of the same bits."""
-    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=bucket_bytes, bucketing="in_order")
+    return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=bucket_bytes, bucketing="in_order")
 
 
 def striped(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
     """Return the method and options of buckets with a like share of every leaf."""
-    return dq.DynamiQ(bits=bits), dq.Options(bucket_bytes=bucket_bytes, bucketing="striped")
+    return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=bucket_bytes, bucketing="striped")
 
 
 def allocated(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Any, dq.Options]:
     """Return the policy of the gradients of one worker, and options."""
     method, options = in_order(tree, workers, bits, bucket_bytes)
     of_one = jax.tree.map(lambda leaf: leaf[0], tree)
-    allocation = dq.allocate_bits(of_one, axis_size=workers, method=method, options=options)
+    allocation = dq.allocate_bits(
+        of_one, axis_size=workers, method=dataclasses.replace(options, method=method)
+    )
     return allocation.policy, options
 
 
@@ -184,7 +186,9 @@ def vnmse(tree: Tree, truth: Tree, method: Any, options: dq.Options) -> float:
 
     def local(tree: Tree) -> Tree:
         own = jax.tree.map(lambda leaf: leaf[0], tree)
-        return dq.pmean(own, AXIS, key=jax.random.key(0), method=method, options=options)
+        return dq.pmean(
+            own, AXIS, key=jax.random.key(0), method=dataclasses.replace(options, method=method)
+        )
 
     mean = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))
     on_devices = jax.device_put(tree, NamedSharding(mesh, P(AXIS)))
@@ -232,8 +236,7 @@ def main(config: Config) -> Report:
                 report = dq.wire_report(
                     jax.tree.map(lambda leaf: leaf[0], tree),
                     workers,
-                    method=method,
-                    options=options,
+                    method=dataclasses.replace(options, method=method),
                 )
                 numbers = [number for leaf in report.leaves for number in leaf.buckets]
                 row[name] = {

@@ -87,8 +87,10 @@ def _compile_vmap(method: dq.DynamiQ, gradients: Array) -> Callable[[Array], Arr
     """Compile `psum`, mapped over workers: float [workers, size]."""
 
     def reduce(gradient: Array) -> Array:
-        key, options = jax.random.key(11), dq.Options(exact_below=1)
-        return dq.psum(gradient, "data", key=key, method=method, options=options)
+        key, options = jax.random.key(11), dq.Compression(exact_below=1)
+        return dq.psum(
+            gradient, "data", key=key, method=dataclasses.replace(options, method=method)
+        )
 
     return jax.jit(jax.vmap(reduce, axis_name="data")).lower(gradients).compile()
 

@@ -174,7 +174,7 @@ def measured(
     stacked: dict[str, Array], mean: dict[str, NDArray], row: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the errors of one all-reduce, and its bits for each coordinate."""
-    workers, options = row["workers"], dq.Options(bucketing=row["bucketing"])
+    workers, options = row["workers"], dq.Compression(bucketing=row["bucketing"])
     setting: dict[str, Any] = {"topology": row["topology"], "options": options}
     if row["method"].startswith(ALLOCATED):
         own = {name: leaf.addressable_data(0)[0] for name, leaf in stacked.items()}  # of worker 0

@@ -117,7 +117,9 @@ class HostOfDevices(Host):
 
 def _compressed(name: str, values: jax.Array) -> jax.Array:
     axes = "all" if name.startswith("one axis") else AXES
-    return dq.psum(values, axes, key=jax.random.key(0), topology=name.split(", ")[1])
+    return dq.psum(
+        values, axes, key=jax.random.key(0), method=dq.Compression(topology=name.split(", ")[1])
+    )
 
 
 def _count() -> int:

@@ -48,8 +48,8 @@ def compile_seconds(workers: int, leaves: int, leaf_size: int, buckets: int) -> 
 
         def mean(tree, key):
             own = jax.tree.map(lambda leaf: leaf[0], tree)
-            options = dq.Options(bucket_bytes=bucket_bytes, bucketing=bucketing)
-            return dq.pmean(own, "data", key=key, options=options)
+            options = dq.Compression(bucket_bytes=bucket_bytes, bucketing=bucketing)
+            return dq.pmean(own, "data", key=key, method=options)
 
         return mean
 

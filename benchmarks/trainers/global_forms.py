@@ -76,7 +76,9 @@ def measure(form: Form, kind: str, steps: int) -> dict[str, Any]:
     with around:
         plain = made.jitted()
         losses, state = run(
-            dq.compress(plain, "data", method="exact", options=OPTIONS), made, steps
+            dq.compress(plain, "data", method=dataclasses.replace(OPTIONS, method="exact")),
+            made,
+            steps,
         )
         expected, wanted = run(plain, made, steps)
         scale = np.maximum(np.abs(expected), 1e-3 * np.abs(expected[0]))  # some losses end at zero
@@ -98,7 +100,7 @@ def bytes_of(form: Form, made: Step, mesh: Any) -> dict[str, Any]:
     The surplus is that of all messages of the groups over those of `dq.pmean` of the same sums.
     """
     plain = made.jitted()
-    step = dq.compress(plain, "data", options=OPTIONS)
+    step = dq.compress(plain, "data", method=OPTIONS)
     report = step.report(made.state, *made.batch)
     groups = [
         [each for each in report.sums if each.group == group] for group in range(report.num_groups)

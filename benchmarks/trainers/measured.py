@@ -95,8 +95,7 @@ class _MeasuredStep:
             jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters),
             slow,
             mesh=self._mesh,
-            specs=jax.tree.map(_spec, parameters),
-            method=self._method or "exact",
+            method=dq.Compression(self._method or "exact", specs=jax.tree.map(_spec, parameters)),
         )
         return {
             "bytes_sent": {", ".join(axes): count for axes, count in sent.items()},

@@ -91,7 +91,7 @@ def train_step(
 ) -> tuple[Callable[[Params], Any], Callable[..., Any]]:
     """Return functions that make the state of a run and take one step of it."""
     reduce = dq.all_reduce_gradients(
-        "data", method=setting.method, topology=setting.topology, seed=seed
+        "data", method=dq.Compression(setting.method, setting.topology), seed=seed
     )
     rule = {"adamw": adamw, "muon": muon}[config.optimizer]
     optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps, rule))
@@ -187,7 +187,9 @@ def earlier_losses(config: Config) -> dict[str, list[float]]:
 
 def wire_bits(setting: Setting, shapes: Any, workers: int) -> float:
     """Return the bits of a coordinate on the wire, for all leaves that training compresses."""
-    return dq.wire_report(shapes, workers, method=setting.method, topology=setting.topology).bits
+    return dq.wire_report(
+        shapes, workers, method=dq.Compression(setting.method, setting.topology)
+    ).bits
 
 
 if __name__ == "__main__":

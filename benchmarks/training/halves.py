@@ -169,7 +169,7 @@ def functions(bits: float, topology: str, seed: int) -> dict[str, Function]:
     key = jax.random.key(seed)
     arguments: dict[str, Any] = {
         "topology": topology,
-        "options": dq.Options(bucket_bytes=_ONE_BUCKET),
+        "options": dq.Compression(bucket_bytes=_ONE_BUCKET),
     }
     arguments["method"] = dq.DynamiQ(bits=bits, rounding="correlated")
 

@@ -33,9 +33,8 @@ class PipelinedHost(Host):
         self._pipelined = Pipelined(
             optimizer=optax.adamw(1e-3),
             axis_name="data",
-            method=config["method"],
+            method=dq.Compression(config["method"], bucket_bytes=config["bucket_bytes"]),
             clip_norm=1.0,
-            options=dq.Options(bucket_bytes=config["bucket_bytes"]),
         )
         width = config["width"]
         specs = self._pipelined.state_specs

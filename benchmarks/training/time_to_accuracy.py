@@ -181,7 +181,9 @@ def costs(settings: dict[str, Rounds], shapes: Any, hosts: int) -> dict[str, dic
         cost = setting.wire_report(shapes, hosts)  # refuses what so many hosts cannot do
         bits = 32.0
         if setting.method is not None:
-            cost = dq.wire_report(shapes, hosts, method=setting.method, topology=setting.topology)
+            cost = dq.wire_report(
+                shapes, hosts, method=dq.Compression(setting.method, setting.topology)
+            )
             bits = cost.bits
         reductions = rounds.times / (rounds.every or 1)  # in a step
         found[name] = {

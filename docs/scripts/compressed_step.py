@@ -66,7 +66,7 @@ def columns() -> tuple[list[Box], list[Box]]:
         Box((_line(next(sums), before=True),), EXACT) if equation.primitive.name == "psum" else None
         for equation in equations.opened(inner)[0].eqns
     )
-    reader = Reader(Selection("data", dq.Options().exact_below))
+    reader = Reader(Selection("data", dq.Compression().exact_below))
     (entered,) = schedule(origins_of(traced), reader, {}, {}).steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))

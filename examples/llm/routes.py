@@ -58,14 +58,16 @@ def make_trainer(recipe: Recipe, structure: nnx.GraphDef, shapes: Params, mesh: 
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
     if not has_states and not recipe.is_exact:
         # With defaults, this is `step = dq.compress(step, "data")`.
-        step = dq.compress(step, "data", method=recipe.method, topology=recipe.topology)
+        step = dq.compress(step, "data", method=dq.Compression(recipe.method, recipe.topology))
     report = dq.wire_report(
         shapes,
         "data",
         mesh=mesh,
-        specs=fsdp_specs(shapes, mesh),
-        method="uncompressed" if recipe.is_exact else recipe.method,
-        topology=recipe.topology,
+        method=dq.Compression(
+            "uncompressed" if recipe.is_exact else recipe.method,
+            recipe.topology,
+            specs=fsdp_specs(shapes, mesh),
+        ),
         with_metrics=has_states,
     )
     return Trainer(start, placed(state, shardings), step, report.bytes_per_worker)

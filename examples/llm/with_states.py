@@ -31,10 +31,10 @@ def averaging(
     """Put the average over the workers before an optimizer."""
     average = dq.all_reduce_gradients(
         "data",
-        method=recipe.method,
-        topology=recipe.topology,
+        method=dq.Compression(
+            recipe.method, recipe.topology, specs=lambda gradients: fsdp_specs(gradients, mesh)
+        ),
         seed=recipe.seed,
-        specs=lambda gradients: fsdp_specs(gradients, mesh),
         with_metrics=True,
     )
     return optax.chain(average, optimizer)

@@ -22,7 +22,7 @@ from tests.support.gradients import heavy_tailed, vnmse
 from tests.support.workers import simulated
 
 KEY = jax.random.key(0)
-APART = dq.Options(
+APART = dq.Compression(
     bucket_bytes=2**15, bucketing="in_order"
 )  # leaves of 8192 coordinates have buckets of their own
 SCALES = {"a": 1.0, "b": 0.1, "c": 0.03, "d": 0.01}
@@ -48,7 +48,7 @@ def of_workers(tree, workers):
 
 def error_of_mean(stacked, method, options):
     def local(key, tree):
-        return dq.pmean(tree, "data", key=key, method=method, options=options)
+        return dq.pmean(tree, "data", key=key, method=dataclasses.replace(options, method=method))
 
     mean = simulated(local)(KEY, stacked)
     flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])  # noqa: E731
@@ -70,12 +70,14 @@ def error_of_mean(stacked, method, options):
 def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     stacked = of_workers(leaves_of(SCALES, 2**15, spread=spread), workers)
     apart, joint = (
-        dq.Options(bucket_bytes=2**17, bucketing="in_order"),
-        dq.Options(bucket_bytes=2**19, bucketing="in_order"),
+        dq.Compression(bucket_bytes=2**17, bucketing="in_order"),
+        dq.Compression(bucket_bytes=2**19, bucketing="in_order"),
     )
     one = jax.tree.map(lambda leaf: leaf[0], stacked)
     uniform = dq.DynamiQ(bits=bits)
-    found = dq.allocate_bits(one, axis_size=workers, method=uniform, options=apart)
+    found = dq.allocate_bits(
+        one, axis_size=workers, method=dataclasses.replace(apart, method=uniform)
+    )
     errors = {
         "joint": error_of_mean(stacked, uniform, joint),
         "apart": error_of_mean(stacked, uniform, apart),
@@ -181,7 +183,9 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
 
     def bits_of(octaves):
         tree = {str(n): base * np.float32(2.0 ** (each / 4)) for n, each in enumerate(octaves)}
-        found = dq.allocate_bits(tree, axis_size=4, method=dq.DynamiQ(bits=bits), options=APART)
+        found = dq.allocate_bits(
+            tree, axis_size=4, method=dataclasses.replace(APART, method=dq.DynamiQ(bits=bits))
+        )
         return [found.bits[f"^{n}$"] for n in range(len(octaves))]
 
     before, after = bits_of(octaves), bits_of([octaves[0] + more, *octaves[1:]])
@@ -194,7 +198,9 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
 @pytest.mark.parametrize("bits", [4.05, 4.1, 4.15, 4.2, 4.3])
 def test_what_is_left_of_a_budget_is_spent(bits):
     tree = leaves_of({"a": 1.0, "b": 0.3}, 2**17)
-    found = dq.allocate_bits(tree, axis_size=4, method=dq.DynamiQ(bits=bits), options=APART)
+    found = dq.allocate_bits(
+        tree, axis_size=4, method=dataclasses.replace(APART, method=dq.DynamiQ(bits=bits))
+    )
     assert 0.996 * found.uniform_bytes < found.bytes_per_worker <= found.uniform_bytes
 
 
@@ -208,7 +214,7 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "c": heavy_tailed(0, (size,)),
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
-    arguments = {"options": dq.Options(bucket_bytes=8 * size, bucketing="in_order")}
+    arguments = {"options": dq.Compression(bucket_bytes=8 * size, bucketing="in_order")}
     found = dq.allocate_bits(tree, axis_size=2, **arguments)
     report = dq.wire_report(tree, 2, method=found.policy, **arguments)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
@@ -217,13 +223,13 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
 def test_the_cost_of_a_piece_counts():
     """A large leaf saves more error, but a small one saves more for each byte."""
     tree = {"large": heavy_tailed(0, (2**17,), scale=5e-4), "small": heavy_tailed(1, (8192,))}
-    found = dq.allocate_bits(tree, axis_size=4, options=APART)
+    found = dq.allocate_bits(tree, axis_size=4, method=APART)
     assert found.bits["^small$"] == pytest.approx(found.bits["^large$"] + 1, abs=0.5)
 
 
 def test_equal_leaves_keep_their_bits():
     leaf = heavy_tailed(0, (8192,))
-    found = dq.allocate_bits({"a": leaf, "b": leaf}, axis_size=4, options=APART)
+    found = dq.allocate_bits({"a": leaf, "b": leaf}, axis_size=4, method=APART)
     assert set(found.bits.values()) == {5.0} and found.gain == pytest.approx(1)
 
 
@@ -231,7 +237,7 @@ def test_steps_count_alike_whatever_their_norms():
     first, second = leaves_of({"a": 1.0, "b": 0.01}), leaves_of({"a": 0.01, "b": 1.0})
     small = jax.tree.map(lambda leaf: leaf * np.float32(1e-6), second)
     alone, both, scaled = (
-        dq.allocate_bits(*steps, axis_size=4, options=APART).bits
+        dq.allocate_bits(*steps, axis_size=4, method=APART).bits
         for steps in ([first], [first, second], [first, small])
     )
     assert both == scaled and alone["^a$"] > both["^a$"] == pytest.approx(5, abs=0.25)
@@ -239,13 +245,13 @@ def test_steps_count_alike_whatever_their_norms():
 
 def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
     tree = leaves_of(SCALES) | {"e": heavy_tailed(9, (32, 8192))}  # e is cut into four buckets
-    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
-    found = dq.allocate_bits(tree, axis_size=4, options=options)
+    options = dq.Compression(bucket_bytes=2**18, bucketing="in_order")
+    found = dq.allocate_bits(tree, axis_size=4, method=options)
     assert [group.patterns for group in found.groups] == [
         ("^a$", "^b$", "^c$", "^d$"),
         ("^e$",),
     ]
-    report = dq.wire_report(tree, 4, method=found.policy, options=options)
+    report = dq.wire_report(tree, 4, method=dataclasses.replace(options, method=found.policy))
     assert report.leaves[-1].buckets == (1, 2, 3, 4)
     assert sum(group.energy for group in found.groups) == pytest.approx(1)
     assert sum(group.error for group in found.groups) == pytest.approx(found.error)
@@ -253,9 +259,9 @@ def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
 
 def test_patterns_of_groups_are_those_of_the_policy():
     tree = {"x": leaves_of(SCALES), "y": leaves_of(SCALES, seed=5), "z": np.ones(8, np.float32)}
-    found = dq.allocate_bits(tree, axis_size=4, groups=["/a", "^x", ".*"], options=APART)
+    found = dq.allocate_bits(tree, axis_size=4, groups=["/a", "^x", ".*"], method=APART)
     assert list(found.policy) == ["/a", "^x", ".*"]
-    report = dq.wire_report(tree, 4, method=found.policy, options=APART)
+    report = dq.wire_report(tree, 4, method=dataclasses.replace(APART, method=found.policy))
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
     assert found.bits["/a"] > found.bits["^x"] + 2
 
@@ -265,9 +271,11 @@ def test_other_fields_and_other_methods_of_a_policy_stay(groups):
     tree = leaves_of(SCALES)
     paper = dq.DynamiQ.paper(bits=5.0, rounding="independent")
     policy = {"a": "bf16", "b": "uncompressed", "": paper}
-    found = dq.allocate_bits(tree, axis_size=4, method=policy, options=APART, groups=groups)
+    found = dq.allocate_bits(
+        tree, axis_size=4, method=dataclasses.replace(APART, method=policy), groups=groups
+    )
     bits = dict(zip("cd", found.bits.values(), strict=True))
-    report = dq.wire_report(tree, 4, method=found.policy, options=APART)
+    report = dq.wire_report(tree, 4, method=dataclasses.replace(APART, method=found.policy))
     methods = {leaf.path: leaf.method for leaf in report.leaves}
     assert methods["a"] == dq.BF16() and methods["b"] is None
     for name in "cd":
@@ -284,11 +292,13 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
     stacked = of_workers(tree, 2)
     truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
     uniform = dq.DynamiQ(rounding="correlated")
-    found = dq.allocate_bits(tree, axis_size=2, method=uniform, options=APART)
+    found = dq.allocate_bits(tree, axis_size=2, method=dataclasses.replace(APART, method=uniform))
     sent, errors = [], []
     for method in (uniform, found.policy):
         pipelined = dq.training.Pipelined(
-            optimizer=optax.sgd(1.0), axis_name="data", method=method, options=APART
+            optimizer=optax.sgd(1.0),
+            axis_name="data",
+            method=dataclasses.replace(APART, method=method),
         )
 
         @jax.jit
@@ -309,7 +319,7 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
 @pytest.mark.slow
 def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
     early, late = leaves_of({"a": 1.0, "b": 1e-3}), leaves_of({"a": 1e-3, "b": 1.0})
-    policies = [dq.allocate_bits(each, axis_size=2, options=APART).policy for each in (early, late)]
+    policies = [dq.allocate_bits(each, axis_size=2, method=APART).policy for each in (early, late)]
     schedule = dq.Schedule({0: policies[0], 1: policies[1]})
     reduce = dq.all_reduce_gradients("data", method=schedule, options=APART)
 
@@ -334,13 +344,13 @@ def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
 
 def test_the_table_has_a_line_for_each_group():
     leaves = leaves_of({**SCALES, "of_a_long_name": 0.01})
-    found = dq.allocate_bits(leaves, axis_size=4, options=APART)
+    found = dq.allocate_bits(leaves, axis_size=4, method=APART)
     lines = str(found).splitlines()
     assert re.match(r"leaves +size +energy +bits +error$", lines[0])
     assert len({len(line) for line in lines[:-1]}) == 1 and len(lines) == 1 + 5 + 2
     assert re.match(r"\^a\$ +8,192 +9\d\.\d% +[\d.]+ +\d\.\de-\d\d$", lines[1])
     assert re.search(rf"{found.gain:.2f} times lower", lines[-1])
-    assert found == dq.allocate_bits(leaves, axis_size=4, options=APART)
+    assert found == dq.allocate_bits(leaves, axis_size=4, method=APART)
 
 
 LEAF = heavy_tailed(0, (8192,))

@@ -180,7 +180,7 @@ def reported_bytes(case: Case) -> float:
         del tree["bias"]
     if case.collective == "all_gather":  # half of an all-reduce of what comes out
         tree = {"w": jax.ShapeDtypeStruct(gradients()["w"].shape, jnp.float32)}
-    report = dq.wire_report(tree, NUM_WORKERS, method=case.method, topology=case.topology)
+    report = dq.wire_report(tree, NUM_WORKERS, method=dq.Compression(case.method, case.topology))
     assert report.compressed_bytes > 0
     if case.collective in HALVES:
         return report.compressed_bytes / 2

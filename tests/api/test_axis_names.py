@@ -66,7 +66,9 @@ FUNCTIONS = {
     "psum_scatter": inside(lambda rows, axis: dq.psum_scatter(rows[0], axis, key=KEY)),
     "all_gather": inside(lambda rows, axis: dq.all_gather(rows, axis, key=KEY)),
     "all_reduce_gradients": inside(optimizer),
-    "wire_report": lambda mesh, axis: dq.wire_report(ROWS, axis, mesh=mesh, specs=P()),
+    "wire_report": lambda mesh, axis: dq.wire_report(
+        ROWS, axis, mesh=mesh, method=dq.Compression(specs=P())
+    ),
     "call of compress": lambda mesh, axis: compressed(mesh, axis)(ROWS),
     "report of compress": lambda mesh, axis: compressed(mesh, axis).report(ROWS),
     "lower of compress": lambda mesh, axis: compressed(mesh, axis).lower(ROWS),

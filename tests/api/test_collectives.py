@@ -228,8 +228,8 @@ def test_a_mean_that_fits_comes_from_a_sum_that_does_not(exact_below):
     half = np.full((4, 2048), 3e4, np.float16)  # up to 6.5e4
 
     def local(key, tree):
-        options = dq.Options(exact_below=exact_below)
-        return dq.pmean(tree, "data", key=key, method="bf16", options=options)
+        options = dq.Compression(exact_below=exact_below)
+        return dq.pmean(tree, "data", key=key, method=dataclasses.replace(options, method="bf16"))
 
     result = simulated(local)(KEY, half)
     assert result.dtype == np.float16
@@ -321,8 +321,10 @@ def test_exact_below_moves_the_line(exact_below):
     """Also past the smallest leaves that there are: a scalar, and one without elements."""
 
     def local(key, tree):
-        options = dq.Options(exact_below=exact_below)
-        return dq.psum(tree, "data", key=key, method=STOCHASTIC, options=options)
+        options = dq.Compression(exact_below=exact_below)
+        return dq.psum(
+            tree, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
+        )
 
     tree = tree_of(3) | {"scalar": np.ones(3, np.float32), "none": np.ones((3, 0), np.float32)}
     tree["empty_f16"] = np.ones((3, 0), np.float16)
@@ -371,7 +373,7 @@ every_collective = pytest.mark.parametrize("name", COLLECTIVES)
 def test_defaults_are_the_same_everywhere(function):
     parameters = inspect.signature(function).parameters
     assert parameters["method"].default == dq.DynamiQ()
-    assert parameters["options"].default == dq.Options()
+    assert parameters["options"].default == dq.Compression()
     if function is not dq.all_gather:  # which sends to all in any case
         assert parameters["topology"].default == "ring"
     keywords = {"method", "topology", "options", "key"} & set(parameters)

@@ -1,5 +1,6 @@
 """The optax transformation: a mean, a plain state, and a stream of noise that can be resumed."""
 
+import dataclasses
 import re
 
 import flax.serialization
@@ -222,8 +223,8 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
     # Room for half of the blocks. What is exact has no part in it.
     method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
     tree["exact"] = rng.normal(size=(2, 100)).astype(np.float32)
-    options = dq.Options(bucket_bytes=1, bucketing="in_order")
-    reduce = dq.all_reduce_gradients("data", method=method, options=options)
+    options = dq.Compression(bucket_bytes=1, bucketing="in_order")
+    reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method=method))
     start = reduce.init(jax.tree.map(lambda leaf: leaf[0], tree))
     assert start.metrics == {"left_out": 0.0}
     assert start.metrics["left_out"].dtype == np.float32
@@ -239,7 +240,7 @@ def test_metrics_are_means_over_shards():
     values = np.ones((2, 2, 4096), np.float32)
     values[:, 1, 1024:] = 0  # what is zero is not wanted
     method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
-    reduce = dq.all_reduce_gradients("data", method=method, specs=P("model"))
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=P("model")))
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
@@ -317,18 +318,18 @@ def test_leaves_that_a_policy_keeps_are_averaged_exactly(policy):
 @pytest.mark.parametrize(
     ("options", "method", "sizes"),
     (
-        (dq.Options(), FEEDBACK, [64 * 96 + 40 * 128]),
-        (dq.Options(), {"kernel": "uncompressed", "": FEEDBACK}, [40 * 128]),
-        (dq.Options(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
-        (dq.Options(exact_below=6000), FEEDBACK, [64 * 96]),
-        (dq.Options(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),
+        (dq.Compression(), FEEDBACK, [64 * 96 + 40 * 128]),
+        (dq.Compression(), {"kernel": "uncompressed", "": FEEDBACK}, [40 * 128]),
+        (dq.Compression(), {"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
+        (dq.Compression(exact_below=6000), FEEDBACK, [64 * 96]),
+        (dq.Compression(bucket_bytes=1, bucketing="in_order"), FEEDBACK, [40 * 128, 64 * 96]),
     ),
     ids=("all", "exact", "two methods", "exact_below", "buckets"),
 )
 def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes):
     """`init` and `update` plan alike: residuals of the leaves that are compressed."""
     tree = gradients(0)
-    reduce = dq.all_reduce_gradients("data", method=method, options=options)
+    reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method=method))
     state = jax.vmap(reduce.init, axis_name="data")(tree)
     shapes = [bucket.residual.shape for bucket in of_buckets(state).values()]
     assert shapes == [(4, 1, n) for n in sizes]
@@ -346,7 +347,7 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
         {"method": lambda path, leaf: FEEDBACK},
         {"topology": "butterfly"},
         {"seed": 5},
-        {"options": dq.Options(unrolled_buckets=0)},
+        {"options": dq.Compression(unrolled_buckets=0)},
     ),
     ids=lambda arguments: min(arguments),
 )
@@ -372,8 +373,10 @@ def test_a_state_of_parameters_is_one_of_gradients_in_another_dtype():
 def test_names_of_states_are_the_same_in_every_process():
     """Those of a checkpoint: no change of Python, JAX or the library may alter them."""
     tree = {"layers": [{"kernel": jnp.ones((4, 64, 96))}], "w": jnp.ones((4, 4096))}
-    options = dq.Options(bucket_bytes=1)
-    reduce = dq.all_reduce_gradients("data", method="ef+powersgd:rank=2", options=options)
+    options = dq.Compression(bucket_bytes=1)
+    reduce = dq.all_reduce_gradients(
+        "data", method=dataclasses.replace(options, method="ef+powersgd:rank=2")
+    )
     state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
     assert sorted(state.method) == [
         "ErrorFeedback_PowerSGD_rank_2-layers_0_kernel-55e9864c4896",
@@ -418,8 +421,8 @@ def test_a_checkpoint_of_other_leaves_is_not_restored(tmp_path):
 )
 def test_parts_of_a_leaf_have_states_of_their_own(bucketing, wanted):
     tree = jnp.ones((2, 512, 256))
-    options = dq.Options(bucket_bytes=4 * 256 * 256, bucketing=bucketing)
-    reduce = dq.all_reduce_gradients("data", method="ef+bf16", options=options)
+    options = dq.Compression(bucket_bytes=4 * 256 * 256, bucketing=bucketing)
+    reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method="ef+bf16"))
     state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
     heads = [name.rpartition("-")[0] for name in of_buckets(state)]
     assert heads == wanted

@@ -15,8 +15,8 @@ from tests.support.hlo import unordered
 from tests.support.workers import STOCHASTIC
 
 SIZE = 4096
-SMALL_BUCKETS = dq.Options(bucket_bytes=4 * SIZE, bucketing="in_order")
-STRIPES = dq.Options(bucket_bytes=2**18, bucketing="striped")
+SMALL_BUCKETS = dq.Compression(bucket_bytes=4 * SIZE, bucketing="in_order")
+STRIPES = dq.Compression(bucket_bytes=2**18, bucketing="striped")
 
 
 def key(number: int) -> jax.Array:
@@ -50,13 +50,20 @@ def optimizers(x: jax.Array) -> Any:
 
 INSIDE: dict[str, Callable[[jax.Array], Any]] = {
     "twice": lambda x: (pmean(x, 0), pmean(2 * x, 1)),
-    "thrice": lambda x: (pmean(x, 0), pmean(2 * x, 1, topology="butterfly"), pmean(3 * x, 2)),
-    "all to all": lambda x: (pmean(x, 0), pmean(2 * x, 1, topology="all_to_all")),
+    "thrice": lambda x: (
+        pmean(x, 0),
+        pmean(2 * x, 1, method=dq.Compression(topology="butterfly")),
+        pmean(3 * x, 2),
+    ),
+    "all to all": lambda x: (
+        pmean(x, 0),
+        pmean(2 * x, 1, method=dq.Compression(topology="all_to_all")),
+    ),
     "exact leaves beside": lambda x: (pmean(tree_of(x), 0), pmean(tree_of(2 * x), 1)),
-    "buckets": lambda x: (pmean(tree_of(x), 0, options=SMALL_BUCKETS), pmean(x, 1)),
-    "stripes": lambda x: (pmean(large(x), 0, options=STRIPES), pmean(x, 1)),
+    "buckets": lambda x: (pmean(tree_of(x), 0, method=SMALL_BUCKETS), pmean(x, 1)),
+    "stripes": lambda x: (pmean(large(x), 0, method=STRIPES), pmean(x, 1)),
     "metrics": lambda x: (pmean(tree_of(x), 0, with_metrics=True), pmean(x, 1)),
-    "limit": lambda x: (pmean(x, 0, options=dq.Options(max_error=0.1)), pmean(x, 1)),
+    "limit": lambda x: (pmean(x, 0, method=dq.Compression(max_error=0.1)), pmean(x, 1)),
     "scatter and mean": lambda x: (
         dq.psum_scatter({"w": x, "bias": x[:8]}, "data", key=key(0), tiled=True),
         pmean(x, 1),
@@ -130,8 +137,8 @@ def test_collectives_of_shards_and_fast_axes_are_ordered() -> None:
     def reduce(x: jax.Array) -> Any:
         axes = ("data", "fast")
         tree = {"w": x[0, 0], "bias": x[0, 0, :8]}
-        split = dq.pmean(tree, axes, key=key(0), specs=P("model"))
-        whole = dq.pmean(2 * x[0, 0], axes, key=key(1), specs=P())
+        split = dq.pmean(tree, axes, key=key(0), method=dq.Compression(specs=P("model")))
+        whole = dq.pmean(2 * x[0, 0], axes, key=key(1), method=dq.Compression(specs=P()))
         return split["w"], whole
 
     mapped = jax.shard_map(

@@ -25,7 +25,7 @@ from tests.support.gradients import of_workers
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 NUM_WORKERS, SHAPE = 4, (24, 256)
-EVERY_LEAF = dq.Options(exact_below=0)
+EVERY_LEAF = dq.Compression(exact_below=0)
 NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
 TOPOLOGIES = {
     "ring": Ring(),
@@ -77,7 +77,7 @@ def check_same(make, *arguments, run=True):
 
 def steps(method, topology="ring", **options):
     """Return a function of a gradient to two steps, with their state and metrics."""
-    arguments = {"method": method, "topology": topology, "options": dq.Options(**options)}
+    arguments = {"method": method, "topology": topology, "options": dq.Compression(**options)}
     reduce = dq.all_reduce_gradients("data", with_metrics=True, **arguments)
 
     def fn(gradient):
@@ -132,7 +132,7 @@ def test_every_topology(method, topology, check_vma, data_mesh):
     ids=("dynamiq", "mxfp8", "entropy_coded"),
 )
 def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
-    options = dq.Options(max_error=1e-3, exact_below=0)
+    options = dq.Compression(max_error=1e-3, exact_below=0)
 
     def fn(gradient):
         arguments = {"method": method, "options": options, "with_metrics": True}

@@ -1,5 +1,6 @@
 """The two halves of the all-reduce."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,7 +41,11 @@ def gradient(shape=(96, 200)) -> np.ndarray:
 def scattered(method: str, topology: str):
     def local(key, g):
         return dq.psum_scatter(
-            g, "data", key=key, tiled=True, method=METHODS[method], topology=TOPOLOGIES[topology]
+            g,
+            "data",
+            key=key,
+            tiled=True,
+            method=dq.Compression(METHODS[method], TOPOLOGIES[topology]),
         )
 
     return simulated(local)
@@ -93,8 +98,10 @@ def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled):
     arguments = {"scatter_dimension": dimension, "tiled": tiled}
 
     def local(key, g):
-        options = dq.Options(exact_below=0)
-        return dq.psum_scatter(g, "data", key=key, method="bf16", options=options, **arguments)
+        options = dq.Compression(exact_below=0)
+        return dq.psum_scatter(
+            g, "data", key=key, method=dataclasses.replace(options, method="bf16"), **arguments
+        )
 
     ours = simulated(local)(KEY, tree)
     theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **arguments))(KEY, tree)

@@ -57,7 +57,7 @@ def check_equals_loop(mesh, fn, atol=0.0):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STATELESS)
 def test_sums_and_their_halves(name, data_mesh):
-    arguments = {"key": KEY, "method": TRACED[name], "options": dq.Options(exact_below=0)}
+    arguments = {"key": KEY, "method": TRACED[name], "options": dq.Compression(exact_below=0)}
 
     def fn(gradient):
         mean = dq.pmean(gradient, "data", **arguments)

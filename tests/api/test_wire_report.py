@@ -55,7 +55,7 @@ def test_what_no_collective_takes_is_not_counted(data_mesh, tree, axes, argument
 )
 def test_the_report_is_the_compiled_program_of_other_topologies(data_mesh, topology, preset):
     method = PRESETS[preset]
-    report = dq.wire_report(TREE, NUM_WORKERS, method=method, topology=topology)
+    report = dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression(method, topology))
     found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, method, topology)
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
     dtypes = frozenset().union(*(c.dtypes for c in found if c.kind != "all-reduce"))
@@ -85,7 +85,7 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
 
 def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     topology = Ring(bidirectional=True)
-    report = dq.wire_report(TREE, NUM_WORKERS, method="bf16", topology=topology)
+    report = dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression("bf16", topology))
     found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.BF16(), topology)
     hops = [c for c in found if c.kind == "collective-permute"]
     payload = cost(dq.BF16(), topology).payload_bytes
@@ -96,7 +96,7 @@ def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     # With statistics and scales too, both directions together send what one would.
     for method in (dq.DynamiQ(), TWO_WIDTHS, dq.BF16()):
         both, one_way = (
-            dq.wire_report(TREE, NUM_WORKERS, method=method, topology=t).compressed_bytes
+            dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression(method, t)).compressed_bytes
             for t in (topology, Ring())
         )
         assert both == pytest.approx(one_way, rel=1e-3)
@@ -132,7 +132,7 @@ def test_every_exact_leaf_is_listed_with_its_reason():
     assert "int32" in reasons["['steps']"]
     few = {"w": jax.ShapeDtypeStruct((100,), jnp.float32)}  # one row, but a chunk for each worker
     (path, reason), *none = dq.wire_report(
-        few, NUM_WORKERS, options=dq.Options(exact_below=0)
+        few, NUM_WORKERS, method=dq.Compression(exact_below=0)
     ).exact_leaves
     assert (path, none) == ("['w']", [])
     assert "100 coordinates over 8 workers" in reason
@@ -145,7 +145,7 @@ def test_every_exact_leaf_is_listed_with_its_reason():
 def test_compression_never_costs_bytes(size, num_workers):
     tree = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
     compressed, exact = (
-        dq.wire_report(tree, num_workers, options=dq.Options(exact_below=below)).bytes_per_worker
+        dq.wire_report(tree, num_workers, method=dq.Compression(exact_below=below)).bytes_per_worker
         for below in (0, size + 1)
     )
     # Chunks are whole: up to one item for each of 2 (n - 1) messages is padding.

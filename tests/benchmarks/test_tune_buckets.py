@@ -136,7 +136,7 @@ def test_the_command_measures_a_users_step(folder, capsys):
     assert len(trials) == 6 and {1, 2, 4, 8, 16} <= {t["bucket_bytes"] / MIB for t in trials}
     assert [t["seconds"] for t in trials] == sorted(t["seconds"] for t in trials)
     assert found["config"]["step"] == "steps_of_a_user:make_step"
-    assert f"dq.Options(bucket_bytes={trials[0]['bucket_bytes']})" in shown
+    assert f"dq.Compression(bucket_bytes={trials[0]['bucket_bytes']})" in shown
     assert "16 MiB" in shown and "best" in shown
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
 

@@ -21,7 +21,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.leaves import join, split_rows
 from dynamiq_jax._core import Axis
-from dynamiq_jax._inputs.options import resolve
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._run.loop import after
 from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
 from tests.support.gradients import of_workers, vnmse
@@ -201,7 +201,10 @@ def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unr
     for alone in (count, unrolled):
         options = in_order(bucket_bytes=4 * size, unrolled_buckets=alone)
         reduce = functools.partial(
-            dq.pmean, axis_name="data", key=KEY, method=STOCHASTIC, options=options
+            dq.pmean,
+            axis_name="data",
+            key=KEY,
+            method=dataclasses.replace(options, method=STOCHASTIC),
         )
         run = on_mesh(lambda key, tree, reduce=reduce: reduce(tree), data_mesh(2))
         results.append(jax.tree.leaves(run(KEY, tree)))
@@ -226,7 +229,12 @@ def test_buckets_that_are_alike_are_traced_once():
             return super().bind(values, call, key)
 
     def mean(tree):
-        return dq.pmean(tree, "data", key=KEY, method=Counted(), options=in_order(bucket_bytes=1))
+        return dq.pmean(
+            tree,
+            "data",
+            key=KEY,
+            method=dataclasses.replace(in_order(bucket_bytes=1), method=Counted()),
+        )
 
     tree = {
         str(n): jax.ShapeDtypeStruct((2, 8192 if n < 8 else 9216), jnp.float32) for n in range(9)
@@ -251,7 +259,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
         assert len(of_loops) == (0 if name == "all_gather" else count)
         assert len(gathers) == (0 if name == "psum_scatter" else count)
         if name == "pmean":
-            report = dq.wire_report(leaves, 4, method="bf16", options=options)
+            report = dq.wire_report(leaves, 4, method=dataclasses.replace(options, method="bf16"))
             assert sum(c.sent_bytes(4) for c in found) == report.bytes_per_worker
 
 
@@ -265,7 +273,9 @@ def test_memory_beside_the_result_is_that_of_two_buckets(data_mesh):
     options = in_order(bucket_bytes=4 * size)
 
     def mean(tree):
-        return dq.pmean(tree, "data", key=KEY, method=STOCHASTIC, options=options)
+        return dq.pmean(
+            tree, "data", key=KEY, method=dataclasses.replace(options, method=STOCHASTIC)
+        )
 
     mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
     memory = jax.jit(mapped).lower(tree).compile().memory_analysis()
@@ -359,28 +369,28 @@ def test_options_that_are_not_numbers_of_that_kind(name, value):
     span = {"bucket_bytes": "from 1 to 1879048192", "exact_below": "of at least 0"}[name]
     message = f"{name}={value!r} is not possible. Give an integer {span}."
     with pytest.raises(ValueError, match=re.escape(message)):
-        dq.Options(**{name: value})
+        dq.Compression(**{name: value})
 
 
 def test_no_bytes_are_no_bucket():
     with pytest.raises(ValueError, match=r"bucket_bytes=0 .* from 1 "):
-        dq.Options(bucket_bytes=0)
-    assert dq.Options(exact_below=0).exact_below == 0
+        dq.Compression(bucket_bytes=0)
+    assert dq.Compression(exact_below=0).exact_below == 0
 
 
 def test_options_are_a_frozen_value_of_keywords():
-    options = dq.Options(exact_below=5)
-    assert options == dq.Options(exact_below=5) != dq.Options()
-    assert dq.Options().exact_below == 1024
-    assert dq.Options().bucket_bytes == 128 << 20
+    options = dq.Compression(exact_below=5)
+    assert options == dq.Compression(exact_below=5) != dq.Compression()
+    assert dq.Compression().exact_below == 1024
+    assert dq.Compression().bucket_bytes == 128 << 20
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.exact_below = 6
     with pytest.raises(TypeError, match="positional"):
-        dq.Options(True)
+        dq.Compression(True)
 
 
 def test_sizes_may_be_numpy_integers():
     few = jax.ShapeDtypeStruct((4096,), jnp.float32)
-    options = dq.Options(exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
-    report = dq.wire_report(few, 2, options=options)
+    options = dq.Compression(exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
+    report = dq.wire_report(few, 2, method=options)
     assert report.exact_leaves[0][1] == "4096 elements are fewer than exact_below=5000"

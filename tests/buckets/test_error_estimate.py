@@ -1,5 +1,6 @@
 """Metrics of an all-reduce, the estimate of its error among them, and a limit of that error."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,11 +32,17 @@ DATA = {
 
 
 @functools.cache
-def measured(method, workers, options=dq.Options()):
+def measured(method, workers, options=dq.Compression()):
     """A compiled mean with metrics, of workers on one device."""
 
     def local(key, values):
-        return dq.pmean(values, "data", key=key, method=method, options=options, with_metrics=True)
+        return dq.pmean(
+            values,
+            "data",
+            key=key,
+            method=dataclasses.replace(options, method=method),
+            with_metrics=True,
+        )
 
     run = jax.jit(jax.vmap(local, axis_name="data", in_axes=(None, 0)))
     return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
@@ -177,7 +184,7 @@ TREE = {"a": of_workers(0, 4, 64 * 4096).reshape(4, 64, 4096), "b": of_workers(1
 )
 def test_buckets_are_counted_together_and_alone(options):
     values = {"a": TREE["a"] * np.repeat([1.0, 100.0], 32)[:, None], "b": TREE["b"]}
-    mean, metrics = measured("blockint:4", 4, dq.Options(**options))(KEY, values)
+    mean, metrics = measured("blockint:4", 4, dq.Compression(**options))(KEY, values)
     truth = values["a"].mean(0, dtype=np.float64)
     assert metrics["error"] == pytest.approx(vnmse(mean["a"], truth), rel=0.4)
     buckets = 4 if options else 1
@@ -187,8 +194,7 @@ def test_buckets_are_counted_together_and_alone(options):
     report = dq.wire_report(
         {name: leaf[0] for name, leaf in values.items()},
         4,
-        method="blockint:4",
-        options=dq.Options(**options),
+        method=dq.Compression("blockint:4", **options),
     )
     assert [leaf.buckets for leaf in report.leaves] == [tuple(range(buckets)), ()]
 
@@ -196,7 +202,7 @@ def test_buckets_are_counted_together_and_alone(options):
 def test_the_bucket_with_the_largest_error_has_a_number():
     """Noise takes the errors of 4 bits; few large values among many small ones take less."""
     even, steep = noise(2)[:, : 2**16], of_workers(0, 2, 2**16)
-    options = dq.Options(bucket_bytes=2**18, bucketing="in_order")
+    options = dq.Compression(bucket_bytes=2**18, bucketing="in_order")
     for tree, worst in (({"a": even, "b": steep}, 0), ({"a": steep, "b": even}, 1)):
         _, metrics = measured("dynamiq:4", 2, options)(KEY, tree)
         assert metrics["worst_bucket"] == worst
@@ -283,9 +289,8 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     limit, buckets = 1e-2, 2 if options else 1
     reduce = dq.all_reduce_gradients(
         "data",
-        method="dynamiq:4",
+        method=dq.Compression("dynamiq:4", max_error=limit, **options),
         with_metrics=True,
-        options=dq.Options(max_error=limit, **options),
     )
 
     @jax.jit
@@ -308,8 +313,8 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
 
 def test_what_is_sent_again_counts_as_sent():
     values = noise(2)[:, : SIZE // 16]
-    calm = measured("blockint:4", 2, dq.Options(max_error=1.0))(KEY, values)[1]
-    again = measured("blockint:4", 2, dq.Options(max_error=1e-6))(KEY, values)[1]
+    calm = measured("blockint:4", 2, dq.Compression(max_error=1.0))(KEY, values)[1]
+    again = measured("blockint:4", 2, dq.Compression(max_error=1e-6))(KEY, values)[1]
     assert (calm["fallbacks"], again["fallbacks"]) == (0, 1)
     assert again["bytes"] - calm["bytes"] == 4 * SIZE // 16
 
@@ -318,9 +323,7 @@ def test_without_metrics_a_limit_holds_too():
     values = noise(2)[:, : SIZE // 16]
 
     def local(key, values):
-        return dq.psum(
-            values, "data", key=key, method="blockint:4", options=dq.Options(max_error=1e-6)
-        )
+        return dq.psum(values, "data", key=key, method=dq.Compression("blockint:4", max_error=1e-6))
 
     total = simulated(local)(KEY, values)
     np.testing.assert_allclose(total[0], values.sum(0), rtol=1e-5, atol=1e-5)
@@ -335,7 +338,13 @@ def test_shards_are_counted_once():
     def mean_of(stacked):
         specs = {"w": P("model"), "b": P()}
         tree = {"w": stacked[0], "b": stacked[0, :8]}
-        return dq.pmean(tree, "data", key=KEY, method="blockint:4", specs=specs, with_metrics=True)
+        return dq.pmean(
+            tree,
+            "data",
+            key=KEY,
+            method=dq.Compression("blockint:4", specs=specs),
+            with_metrics=True,
+        )
 
     mean, metrics = mean_of(jax.device_put(values, jax.NamedSharding(mesh, P("data", "model"))))
     truth = values.mean(0, dtype=np.float64)
@@ -348,13 +357,13 @@ def test_shards_are_counted_once():
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), "small", True])
 def test_impossible_limits(limit):
     with pytest.raises(ValueError, match="max_error="):
-        dq.Options(max_error=limit)
+        dq.Compression(max_error=limit)
 
 
 @pytest.mark.parametrize("function", [dq.psum_scatter, dq.all_gather])
 def test_half_an_all_reduce_has_no_limit(function):
     def local(key, values):
-        return function(values, "data", key=key, options=dq.Options(max_error=0.1))
+        return function(values, "data", key=key, options=dq.Compression(max_error=0.1))
 
     with pytest.raises(ValueError, match=r"max_error=0\.1 .*half of one"):
         simulated(local)(KEY, np.ones((2, 2, 4096), np.float32))
@@ -362,7 +371,7 @@ def test_half_an_all_reduce_has_no_limit(function):
 
 def test_a_limit_with_a_state_is_refused():
     reduce = dq.all_reduce_gradients(
-        "data", method=ErrorFeedback(inner=dq.BF16()), options=dq.Options(max_error=0.1)
+        "data", method=dq.Compression(ErrorFeedback(inner=dq.BF16()), max_error=0.1)
     )
     with pytest.raises(ValueError, match=r"max_error=0\.1 has no meaning.*ErrorFeedback"):
         jax.vmap(reduce.init, axis_name="data")(np.ones((2, 4096), np.float32))

@@ -2,6 +2,7 @@
 which a bucket is sent again.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.optimized
 
 KEY = jax.random.key(5)
 SIZE = 4096
-NO_LIMIT, LIMIT = dq.Options(), dq.Options(max_error=0.1)
+NO_LIMIT, LIMIT = dq.Compression(), dq.Compression(max_error=0.1)
 
 
 @functools.cache
@@ -27,7 +28,13 @@ def of_workers(method, options, *, many_keys=False):
     """A compiled mean with metrics, of workers on one device, and for a batch of keys."""
 
     def local(key, values):
-        return dq.pmean(values, "data", key=key, method=method, options=options, with_metrics=True)
+        return dq.pmean(
+            values,
+            "data",
+            key=key,
+            method=dataclasses.replace(options, method=method),
+            with_metrics=True,
+        )
 
     run = jax.vmap(local, axis_name="data", in_axes=(None, 0))
     return jax.jit(jax.vmap(run, in_axes=(0, None)) if many_keys else run)
@@ -120,7 +127,13 @@ def test_a_limit_and_shards():
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
     def reduced(stacked):
         specs = P("model")
-        return dq.pmean(stacked[0], "data", key=KEY, specs=specs, options=LIMIT, with_metrics=True)
+        return dq.pmean(
+            stacked[0],
+            "data",
+            key=KEY,
+            method=dataclasses.replace(LIMIT, specs=specs),
+            with_metrics=True,
+        )
 
     sharded = jax.NamedSharding(mesh, P("data", "model"))
     mean, metrics = reduced(jax.device_put(values, sharded))
@@ -146,7 +159,7 @@ def share_kept(times, keys):
     values = np.random.default_rng(0).normal(size=(2, SIZE)).astype(np.float32)
     mean, _ = mean_of("mxint8", NO_LIMIT, values)
     truth = vnmse(mean, values.mean(axis=0, dtype=np.float64))
-    _, metrics = means_of("mxint8", dq.Options(max_error=times * truth), keys, values)
+    _, metrics = means_of("mxint8", dq.Compression(max_error=times * truth), keys, values)
     return 1 - metrics["fallbacks"].mean()
 
 

@@ -285,8 +285,7 @@ def test_a_state_of_other_buckets():
     wide, narrow = (
         dq.all_reduce_gradients(
             "data",
-            method=Remembering(),
-            options=dq.Options(bucket_bytes=size, bucketing="in_order"),
+            method=dq.Compression(Remembering(), bucket_bytes=size, bucketing="in_order"),
         )
         for size in (1 << 20, 1024)
     )
@@ -363,7 +362,10 @@ def test_names_of_states_have_every_leaf():
 )
 def test_a_state_of_leaves_that_are_split_in_another_way(specs):
     """Into shards of the same size, over the same axes, which the compiler manages."""
-    one, other = (dq.all_reduce_gradients("data", method="ef+bf16", specs=each) for each in specs)
+    one, other = (
+        dq.all_reduce_gradients("data", method=dq.Compression("ef+bf16", specs=each))
+        for each in specs
+    )
     mapped = jax.shard_map(
         lambda g: other.update(g, one.init(g))[0],
         mesh=jax.make_mesh((2, 2, 2), ("data", "model", "other"), axis_types=(AxisType.Auto,) * 3),
@@ -461,9 +463,9 @@ def test_a_report_needs_both_a_mesh_and_specs(data_mesh):
     with raises(ValueError, "specs=None", "mesh is given", "Give both"):
         dq.wire_report(GRADIENT, "data", mesh=data_mesh(2))
     with raises(ValueError, "mesh=None", "specs is given", "Give both"):
-        dq.wire_report(GRADIENT, 2, specs=P())
+        dq.wire_report(GRADIENT, 2, method=dq.Compression(specs=P()))
     with raises(ValueError, "axis_size=2", "whose axes are ('data',)", "Give one of them"):
-        dq.wire_report(GRADIENT, 2, mesh=data_mesh(2), specs=P())
+        dq.wire_report(GRADIENT, 2, mesh=data_mesh(2), method=dq.Compression(specs=P()))
 
 
 def test_scalars_do_not_scatter():

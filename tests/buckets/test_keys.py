@@ -1,5 +1,7 @@
 """Workers whose keys differ: replicas never differ, whatever the method."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +27,16 @@ def own_key():
 
 def means(method: str) -> np.ndarray:
     """Means of workers whose keys differ: [workers, size]."""
-    options = dq.Options(exact_below=0)
+    options = dq.Compression(exact_below=0)
 
     def stateless(values):
-        return dq.pmean(values, "data", key=own_key(), method=method, options=options)
+        return dq.pmean(
+            values, "data", key=own_key(), method=dataclasses.replace(options, method=method)
+        )
 
     def stateful(values):  # the seed would be the same otherwise
         reduction = dq.all_reduce_gradients(
-            "data", method=method, seed=lax.axis_index("data"), options=options
+            "data", method=dataclasses.replace(options, method=method), seed=lax.axis_index("data")
         )
         return reduction.update(values, reduction.init(values))[0]
 

@@ -131,7 +131,7 @@ def test_every_method_works_beside_another_one(name):
 @pytest.mark.parametrize("topology", ["ring", "all_to_all"])
 def test_the_program_sends_the_bytes_of_the_report(data_mesh, topology):
     found = compiled_collectives(data_mesh(WORKERS), ONE, POLICY, topology)
-    report = dq.wire_report(ONE, WORKERS, method=POLICY, topology=topology)
+    report = dq.wire_report(ONE, WORKERS, method=dq.Compression(POLICY, topology))
     assert sum(each.sent_bytes(WORKERS) for each in found) == report.bytes_per_worker
     assert sum(leaf.bytes for leaf in report.leaves) == pytest.approx(report.bytes_per_worker)
 
@@ -229,6 +229,6 @@ def test_shards_have_the_methods_of_their_leaves():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     specs = jax.tree.map(lambda _: P(), ONE)
     specs["embedding"] = P(None, "model")
-    report = dq.wire_report(ONE, "data", method=POLICY, mesh=mesh, specs=specs)
+    report = dq.wire_report(ONE, "data", method=dq.Compression(POLICY, specs=specs), mesh=mesh)
     sizes = {leaf.path: leaf.size for leaf in report.leaves}
     assert sizes["embedding"] == 20 * 256 and sizes["layers/1/kernel"] == 4096

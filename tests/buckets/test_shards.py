@@ -102,13 +102,13 @@ def by_pmean(mesh, method):
 def by_unchecked_pmean(mesh, method):
     def local(params, x, key):
         grads = jax.grad(loss_fn)(params, x)
-        return dq.pmean(grads, "data", key=key, method=method, specs=specs_of(mesh))
+        return dq.pmean(grads, "data", key=key, method=dq.Compression(method, specs=specs_of(mesh)))
 
     return over_data(mesh, local, check_vma=False)
 
 
 def by_optimizer(mesh, method):
-    reduce = dq.all_reduce_gradients("data", method=method, specs=specs_of(mesh))
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=specs_of(mesh)))
 
     def local(params, x, key):
         del key
@@ -162,7 +162,7 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     """
     mesh, specs = mesh_of(mesh_name), specs_of(mesh_of(mesh_name))
     method = method_of(mesh_name)
-    report = dq.wire_report(params(), "data", mesh=mesh, specs=specs, method=method)
+    report = dq.wire_report(params(), "data", mesh=mesh, method=dq.Compression(method, specs=specs))
     ours = sent_by_axes(compiled(form, mesh_name).as_text(), mesh)
     theirs = sent_by_axes(compiled("exact", mesh_name).as_text(), mesh)
     over_data = sum(size for axes, size in ours.items() if "data" in axes)
@@ -170,7 +170,10 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     sharded = {name: params()[name] for name in ("in", "out")}
     whole = dq.wire_report(sharded, mesh.shape["data"], method=method)
     part = dq.wire_report(
-        sharded, "data", mesh=mesh, specs={n: specs[n] for n in sharded}, method=method
+        sharded,
+        "data",
+        mesh=mesh,
+        method=dq.Compression(method, specs={n: specs[n] for n in sharded}),
     )
     others = mesh.size / mesh.shape["data"]
     assert part.compressed_bytes * others == pytest.approx(whole.compressed_bytes, rel=0.03)
@@ -221,7 +224,9 @@ def test_states_are_split_as_the_gradients_are():
     """
     mesh = mesh_of("data 2 x fsdp 4")
     specs = {"in": P("fsdp"), "scale": P()}
-    reduce = dq.all_reduce_gradients("data", method="ef+topk_chunked:4", specs=specs)
+    reduce = dq.all_reduce_gradients(
+        "data", method=dq.Compression("ef+topk_chunked:4", specs=specs)
+    )
     own = {"in": of_workers(0, 2, 256 * 512).reshape(2, 256, 512), "scale": of_workers(1, 2, 4096)}
     over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
@@ -265,7 +270,7 @@ def test_states_are_split_as_the_gradients_are():
 def test_states_of_every_kind_resume_on_shards(method):
     """Saved after a step and read again: the same bits, on all workers, in every shard."""
     mesh, spec = mesh_of("data 2 x fsdp 4"), P("fsdp")
-    reduce = dq.all_reduce_gradients("data", method=method, specs=spec)
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=spec))
     over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
     arguments = {"mesh": mesh, "axis_names": {"data"}}
     own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]
@@ -300,7 +305,7 @@ def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
         ("data 2 x fsdp 2 x tensor 2", P(("fsdp", "tensor"))),
     ):
         reduce = dq.all_reduce_gradients(
-            "data", method=dq.methods.ErrorFeedback(inner=STOCHASTIC), specs=spec
+            "data", method=dq.Compression(dq.methods.ErrorFeedback(inner=STOCHASTIC), specs=spec)
         )
         over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
         arguments = {"mesh": mesh_of(mesh_name), "axis_names": {"data"}}

@@ -102,10 +102,10 @@ def test_an_all_reduce_has_the_gain_among_its_metrics(bucket_bytes, least, most)
         name: np.stack([heavy_tailed(n, (8192,), spread=0, scale=scale) for n in range(4)])
         for name, scale in SCALES.items()
     }
-    options = dq.Options(bucket_bytes=bucket_bytes, bucketing="in_order")
+    options = dq.Compression(bucket_bytes=bucket_bytes, bucketing="in_order")
 
     def local(key, tree):
-        return dq.pmean(tree, "data", key=key, options=options, with_metrics=True)[1]
+        return dq.pmean(tree, "data", key=key, method=options, with_metrics=True)[1]
 
     metrics = simulated(local)(jax.random.key(0), tree)
     assert least <= float(metrics["sharing_gain"][0]) <= most

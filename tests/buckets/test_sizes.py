@@ -1,5 +1,6 @@
 """Sizes beyond 32 bits: each index fits, or the plan is cut, or it is refused with the limit."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +17,7 @@ from dynamiq_jax._buckets import buckets as sorting
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import CutRules, sort_leaves
 from dynamiq_jax._core import MOST_IN_BUCKET, Axis
-from dynamiq_jax._inputs.options import resolve
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax.topologies import _all_to_all
 from dynamiq_jax.training._pipelined.halves import ScatterMean
 from tests.support.gradients import of_workers
@@ -41,7 +42,7 @@ def leaf(*shape, dtype=jnp.bfloat16):
 
 
 def plan_of(leaves, axes, method="dynamiq", topology="ring", rules=None, **options):
-    arguments = resolve(method, topology, dq.Options(**options))
+    arguments = resolve(method, topology, dq.Compression(**options))
     methods = arguments.policy.methods(leaves)
     return sort_leaves(leaves, axes, arguments, methods, rules=rules)
 
@@ -104,7 +105,7 @@ def test_a_leaf_that_cannot_be_cut_is_refused(size):
         f"tree['w'] has {2 * size:,} coordinates",
         "method=PowerSGD(",
     )
-    rules = ScatterMean(HIERARCHY).rules(dq.Options())
+    rules = ScatterMean(HIERARCHY).rules(dq.Compression())
     refused(lambda: plan_of([leaf(size)], HIERARCHY, rules=rules), f"leaf 0 has {size:,}")
 
 
@@ -112,7 +113,7 @@ def test_a_message_refuses_a_leaf_that_is_larger_than_a_bucket(monkeypatch):
     """Of the two workers that its buckets count, a program holds only one."""
     monkeypatch.setattr(sorting, "MOST_IN_BUCKET", 2**16)
     fits, other = np.ones(2**16, np.float32), np.ones(2**16 + 1, np.float32)
-    assert dq.encode({"w": fits}, key=KEY, options=dq.Options(bucket_bytes=1)).nbytes > 2**14
+    assert dq.encode({"w": fits}, key=KEY, method=dq.Compression(bucket_bytes=1)).nbytes > 2**14
     with pytest.raises(ValueError, match=r"tree\['w'\] has 65,537 coordinates"):
         dq.encode({"w": other}, key=KEY)
 
@@ -120,16 +121,20 @@ def test_a_message_refuses_a_leaf_that_is_larger_than_a_bucket(monkeypatch):
 @pytest.mark.parametrize("size", (MOST_IN_BUCKET + 1, *BORDERS, 2**40))
 def test_buckets_beyond_the_limit_are_no_option(size):
     with pytest.raises(ValueError, match=f"bucket_bytes={size} .* from 1 to {MOST_IN_BUCKET}"):
-        dq.Options(bucket_bytes=size)
+        dq.Compression(bucket_bytes=size)
 
 
 @pytest.mark.parametrize("method", ("dynamiq", "bf16", "mxfp8", "exact"))
 @pytest.mark.parametrize("workers", (2, (2, 4)))
 def test_the_report_counts_beyond_32_bits(method, workers):
     """Bytes of a hundred leaves are a hundred times those of one."""
-    options = dq.Options(bucket_bytes=MOST_IN_BUCKET)
+    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET)
     one, many = (
-        dq.wire_report([leaf(2**14, 2**15)] * number, workers, method=method, options=options)
+        dq.wire_report(
+            [leaf(2**14, 2**15)] * number,
+            workers,
+            method=dataclasses.replace(options, method=method),
+        )
         for number in (1, 100)
     )
     assert many.bytes_per_worker > 2**32
@@ -166,7 +171,7 @@ def indexed_too_far(collective, large, mesh, **choices):
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("bucket_bytes", (2**27, MOST_IN_BUCKET))
 def test_no_program_has_an_index_beyond_32_bits(data_mesh, name, topology, bucket_bytes):
-    options = dq.Options(bucket_bytes=bucket_bytes, unrolled_buckets=1)
+    options = dq.Compression(bucket_bytes=bucket_bytes, unrolled_buckets=1)
     choices = {"topology": topology, "options": options}
     assert indexed_too_far(*COLLECTIVES[name], data_mesh(WORKERS), **choices) == []
 
@@ -196,12 +201,12 @@ def test_the_largest_bucket_has_no_index_beyond_32_bits(data_mesh, method, topol
 @pytest.mark.parametrize("bucketing", ("striped", "in_order"))
 def test_no_hierarchy_has_an_index_beyond_32_bits(bucketing):
     mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
-    options = dq.Options(bucket_bytes=MOST_IN_BUCKET, bucketing=bucketing)
+    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, bucketing=bucketing)
     assert indexed_too_far(dq.pmean, leaf(LARGEST), mesh, options=options) == []
 
 
 def test_no_estimate_has_an_index_beyond_32_bits(data_mesh):
-    options = dq.Options(bucket_bytes=MOST_IN_BUCKET, max_error=0.1)
+    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, max_error=0.1)
     assert indexed_too_far(dq.pmean, leaf(LARGEST), data_mesh(WORKERS), options=options) == []
 
 
@@ -237,7 +242,7 @@ def test_results_of_stripes_in_place_of_a_large_leaf_are_those_of_the_leaf(monke
     monkeypatch.setattr(sorting, "MOST_IN_BUCKET", 2**17)
     collective, _ = COLLECTIVES[name]
     tree = {"w": of_workers(0, 2, 3 * 2**17).reshape(2, 2, -1), "b": of_workers(1, 2, 2048)}
-    options = dq.Options(bucketing="in_order")
+    options = dq.Compression(bucketing="in_order")
 
     def results(method):
         run = simulated(
@@ -256,9 +261,7 @@ def test_an_all_to_all_counts_rows_where_a_vector_is_too_long(monkeypatch):
 
     def mean():
         run = simulated(
-            lambda key, values: dq.pmean(
-                values, "data", key=key, method="bf16", topology="all_to_all"
-            )
+            lambda key, values: dq.pmean(values, "data", key=key, method="bf16:all_to_all")
         )
         return np.asarray(run(KEY, values))
 

@@ -1,5 +1,6 @@
 """Striped buckets: each has a like share of every leaf, so that several are as good as one."""
 
+import dataclasses
 import functools
 import re
 
@@ -18,7 +19,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.stripes import number_of_stripes
 from dynamiq_jax._core import Axis
-from dynamiq_jax._inputs.options import resolve
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
@@ -72,7 +73,7 @@ def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
 
 def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
     leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-    arguments = resolve(method, topology, dq.Options(**options))
+    arguments = resolve(method, topology, dq.Compression(**options))
     return sort_leaves(
         leaves, Axes(Axis("data", num_workers)), arguments, arguments.policy.methods(leaves)
     )
@@ -140,7 +141,7 @@ def test_buckets_are_in_order_on_tpus(monkeypatch):
 def test_changes_of_local_sgd_are_striped_on_every_topology():
     """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
     params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}
-    arguments = {"topology": "all_to_all", "options": dq.Options(bucket_bytes=4 * LEAF)}
+    arguments = {"topology": "all_to_all", "options": dq.Compression(bucket_bytes=4 * LEAF)}
     (report,) = dq.training.LocalSGD(axis_name="data", every=2, **arguments).wire_report(params, 4)
     assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2, 3)] * 2
     of_gradients = dq.wire_report(params, 4, **arguments)
@@ -155,7 +156,7 @@ def test_methods_that_use_shapes_take_leaves_as_they_are():
 def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
     leaves = [jax.ShapeDtypeStruct((2 * LEAF,), dtype) for dtype in (jnp.float32, jnp.bfloat16) * 2]
     arguments = resolve(
-        {"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Options(bucket_bytes=4 * LEAF)
+        {"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Compression(bucket_bytes=4 * LEAF)
     )
     plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     # One bucket holds all of a leaf of 2-byte numbers.
@@ -164,7 +165,7 @@ def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
 
 def test_what_is_no_choice_is_an_error():
     with pytest.raises(ValueError, match=re.escape("bucketing='stripes' is not possible")):
-        dq.Options(bucketing="stripes")
+        dq.Compression(bucketing="stripes")
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -179,7 +180,7 @@ def test_several_stripes_are_as_good_as_one_bucket(num_workers, bits):
     tree, method = regions(num_workers), dq.DynamiQ(bits=bits)
     one = error_of(tree, method=method)
     several = error_of(tree, method=method, options=striped(bucket_bytes=4 * LEAF))
-    in_order = dq.Options(bucket_bytes=4 * LEAF, bucketing="in_order")
+    in_order = dq.Compression(bucket_bytes=4 * LEAF, bucketing="in_order")
     # At most 1.01 with 16 times as many coordinates: a chunk has 32 rows here.
     assert 0.95 * one < several < 1.1 * one
     assert error_of(tree, method=method, options=in_order) > 5 * one
@@ -199,7 +200,9 @@ def test_stripes_have_rounding_noise_of_their_own():
 
     def local(key, leaf):
         options = striped(bucket_bytes=4 * LEAF)
-        return dq.pmean(leaf, "data", key=key, method=STOCHASTIC, options=options)
+        return dq.pmean(
+            leaf, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
+        )
 
     rows = np.asarray(simulated(local)(KEY, leaf))[0].reshape(-1, 2, LEAF // 2**8 // 2, 256)
     first, second = rows.reshape(-1, 2, 256)[:, 0], rows.reshape(-1, 2, 256)[:, 1]
@@ -218,7 +221,7 @@ def test_replicas_are_identical_and_in_place(data_mesh, dtype, check_vma):
 
     def local(key, tree):
         options = striped(bucket_bytes=4 * LEAF)
-        return dq.pmean(tree, "data", key=key, method="bf16", options=options)
+        return dq.pmean(tree, "data", key=key, method=dataclasses.replace(options, method="bf16"))
 
     found = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, tree)
     for name, leaf in found.items():
@@ -236,7 +239,7 @@ def test_a_mean_has_the_type_of_a_replicated_value(data_mesh):
 
     def local(stacked):
         own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(own, "data", key=KEY, options=striped(bucket_bytes=4 * LEAF))
+        return dq.pmean(own, "data", key=KEY, method=striped(bucket_bytes=4 * LEAF))
 
     tree = regions(2)
     mapped = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
@@ -280,7 +283,7 @@ def test_leaves_of_a_half_share_one_budget():
 
     def error(**options):
         def local(key, tree):
-            return dq.psum_scatter(tree, "data", key=key, options=dq.Options(**options))
+            return dq.psum_scatter(tree, "data", key=key, method=dq.Compression(**options))
 
         found = simulated(local)(KEY, tree)
         flat = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in found.values()])
@@ -298,7 +301,7 @@ def test_leaves_of_a_half_share_one_budget():
 def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_metrics):
     tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
     shapes = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in tree.items()}
-    options = dq.Options(bucket_bytes=4 * LEAF, bucketing="striped")
+    options = dq.Compression(bucket_bytes=4 * LEAF, bucketing="striped")
     choices = {"method": method, "topology": Ring(unroll=True), "options": options}
 
     def local(key, stacked):
@@ -327,7 +330,9 @@ def test_stripes_share_one_codec_and_no_memory_is_needed_for_values_and_results(
     def mean(tree, start):
         tree = jax.tree.map(lambda leaf: leaf * start, tree)  # gradients, made here
         options = striped(bucket_bytes=4 * size)
-        means = dq.pmean(tree, "data", key=KEY, method=STOCHASTIC, options=options)
+        means = dq.pmean(
+            tree, "data", key=KEY, method=dataclasses.replace(options, method=STOCHASTIC)
+        )
         return sum(map(jnp.sum, means.values()))
 
     mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
@@ -357,7 +362,9 @@ def test_states_and_limits_follow_the_stripes():
     """Error feedback: over several steps no more is lost than one residual."""
     tree = regions(2)
     reduce = dq.all_reduce_gradients(
-        "data", method="ef+mxfp4", options=striped(bucket_bytes=4 * LEAF), with_metrics=True
+        "data",
+        method=dataclasses.replace(striped(bucket_bytes=4 * LEAF), method="ef+mxfp4"),
+        with_metrics=True,
     )
 
     def local(key, tree):

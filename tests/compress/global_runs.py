@@ -1,6 +1,7 @@
 """Forms on their meshes, their losses and states, and the bytes that they send."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from dynamiq_jax._inspection.devices import Devices
 from tests.compress import further_global_forms, global_meshes, global_modules  # noqa: F401
 from tests.compress.global_forms import FORMS, Form, Place, Step
 
-OPTIONS = dq.Options(exact_below=256)
+OPTIONS = dq.Compression(exact_below=256)
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 CASES = [(name, kind) for name, form in FORMS.items() for kind in KINDS if form.runs_on(kind)]
 
@@ -74,7 +75,9 @@ def of_pmean(sums: Sequence[Any], made: Step, mesh: Mesh) -> float:
     specs = [over(places.get(each.shape, P()), others) for each in sums]
 
     def mean(tree):
-        return dq.pmean(tree, "data", key=jax.random.key(0), specs=specs, options=OPTIONS)
+        return dq.pmean(
+            tree, "data", key=jax.random.key(0), method=dataclasses.replace(OPTIONS, specs=specs)
+        )
 
     tree = [
         jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, spec))

@@ -124,11 +124,11 @@ def test_collectives_of_a_step_wait_for_each_other(data_mesh):
 @pytest.mark.parametrize("name", ["layers_in_a_scan", "layers_in_a_scan_with_checkpoint"])
 def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
     form = FORMS[name](data_mesh(2))
-    key = {"key": key_of, "options": dq.Options(exact_below=0)}
+    key = {"key": key_of, "options": dq.Compression(exact_below=0)}
     found = collectives(text_of(dq.compress(form.step, "data", **key), *form.args))
 
     def local(params):
-        return dq.pmean(params, "data", key=jax.random.key(0), options=key["options"])
+        return dq.pmean(params, "data", key=jax.random.key(0), method=key["options"])
 
     by_hand = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
     params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), form.args[0])

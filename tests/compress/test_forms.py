@@ -1,5 +1,7 @@
 """Steps in the forms that people write, which stay as they are: only large sums change."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import dynamiq_jax as dq
 from tests.compress.forms import FORMS, WORKERS
 from tests.compress.further_forms import FURTHER_FORMS
 
-OPTIONS = dq.Options(exact_below=1024)
+OPTIONS = dq.Compression(exact_below=1024)
 
 
 ALL_FORMS = FORMS | FURTHER_FORMS
@@ -22,7 +24,7 @@ def form(request, data_mesh):
 def compressed(form, method):
     options = {"axis_name": "data"} | form.options
     in_vmap = options.pop("vmap", False)
-    step = dq.compress(form.step, method=method, options=OPTIONS, **options)
+    step = dq.compress(form.step, method=dataclasses.replace(OPTIONS, method=method), **options)
     in_map = jax.jit(jax.vmap(step, (None, 0, 0), axis_name="data")) if in_vmap else step
     return in_map, step
 

@@ -1,6 +1,7 @@
 """Steps that the compiler partitions, in the forms that people write: their sums are compressed."""
 
 import collections
+import dataclasses
 
 import jax
 import numpy as np
@@ -28,7 +29,9 @@ def test_exact_sums_are_those_of_the_compiler(name, kind):
     form = FORMS[name]
     around, _, made = placed(form, kind)
     with around:
-        step = dq.compress(made.jitted(), "data", method="exact", options=OPTIONS)
+        step = dq.compress(
+            made.jitted(), "data", method=dataclasses.replace(OPTIONS, method="exact")
+        )
         losses, state = run(step, made)
         expected, wanted = run(made.jitted(), made)
         report = step.report(made.state, *made.batch)
@@ -46,7 +49,7 @@ def test_compressed_sums_send_what_a_mean_of_the_same_tree_sends(name):
     """In place of what the compiler sends for the same sums."""
     form = FORMS[name]
     _, mesh, made = placed(form, "automatic")
-    step, plain = dq.compress(made.jitted(), "data", options=OPTIONS), made.jitted()
+    step, plain = dq.compress(made.jitted(), "data", method=OPTIONS), made.jitted()
     report = step.report(made.state, *made.batch)
     losses, _ = run(step, made)
     expected, _ = run(plain, made)
@@ -65,7 +68,10 @@ def test_compressed_sums_send_what_a_mean_of_the_same_tree_sends(name):
 def test_what_travels_as_a_gradient_beside_compressed_ones_stays_as_it_is_bit_for_bit():
     """Histories and scales of products of eight bits."""
     _, _, made = placed(FORMS["eight_bit_products"], "automatic")
-    _, state = run(dq.compress(made.jitted(), "data", method="exact", options=OPTIONS), made)
+    _, state = run(
+        dq.compress(made.jitted(), "data", method=dataclasses.replace(OPTIONS, method="exact")),
+        made,
+    )
     _, wanted = run(made.jitted(), made)
     histories = "_overwrite_with_gradient"
     jax.tree.map(np.testing.assert_array_equal, state[histories], wanted[histories])
@@ -83,5 +89,5 @@ def test_sums_that_stay_are_joined_as_without_compression(name):
     """Statistics of a batch wait for each other only where they do in the step."""
     _, mesh, made = placed(FORMS[name], "automatic")
     plain = made.jitted()
-    compressed = dq.compress(plain, "data", method="bf16", options=OPTIONS)
+    compressed = dq.compress(plain, "data", method=dataclasses.replace(OPTIONS, method="bf16"))
     assert 2 < messages_of(compressed, made, mesh) <= messages_of(plain, made, mesh)

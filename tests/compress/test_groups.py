@@ -184,7 +184,7 @@ def test_sums_of_a_forward_pass_that_leave_a_loop_stay_exact(mesh):
     whole = mapped(step, mesh, out=(P(), P()))
     compressed = dq.compress(whole, "data", method=METHOD)
     got, expected = compressed(*ARGS), jax.jit(whole)(*ARGS)
-    assert expected[1].size >= dq.Options().exact_below > expected[1][0].size
+    assert expected[1].size >= dq.Compression().exact_below > expected[1][0].size
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-7)
     assert 1e-8 < dq.vnmse(got[0], expected[0]) < 1e-4
 

@@ -64,9 +64,9 @@ def temporaries(step, args, mesh, bucket_bytes, *, has_key, specs=P()):
         mapped,
         "data",
         key=(lambda *args: jax.random.key(0)) if has_key else None,
-        method=STOCHASTIC,
-        options=dq.Options(bucket_bytes=bucket_bytes, bucketing="striped"),
-        specs=specs,
+        method=dq.Compression(
+            STOCHASTIC, specs=specs, bucket_bytes=bucket_bytes, bucketing="striped"
+        ),
     )
     compiled = jax.jit(compressed, donate_argnums=0).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes

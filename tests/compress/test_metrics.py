@@ -50,8 +50,8 @@ def test_metrics_are_those_of_the_sum(kind, jitted):
 
 def test_a_sum_above_the_limit_of_the_error_is_sent_again(data_mesh):
     mesh = data_mesh(WORKERS)
-    options = dq.Options(max_error=1e-9)
-    compressed = dq.compress(jax.jit(step), "data", options=options, with_metrics=True)
+    options = dq.Compression(max_error=1e-9)
+    compressed = dq.compress(jax.jit(step), "data", method=options, with_metrics=True)
     weights, batch = arguments(mesh)
     new, (metrics,) = compressed(weights, batch)
     assert metrics["fallbacks"] == 1

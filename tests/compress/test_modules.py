@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 WORKERS, STEPS = 4, 5
 X = np.random.default_rng(0).normal(size=(8 * WORKERS, 32)).astype(np.float32)
 Y = np.tanh(X[:, ::-1])
-OPTIONS = dq.Options(exact_below=1024)
+OPTIONS = dq.Compression(exact_below=1024)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_objects_of_nnx_are_updated_as_nnx_jit_does(is_jitted, mesh, batch):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for got, wanted in zip(exactly, states, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-5)
-    step = dq.compress(fun, "data", options=OPTIONS)
+    step = dq.compress(fun, "data", method=OPTIONS)
     losses, _ = trained(step, mesh, batch)
     assert losses != expected
     np.testing.assert_allclose(losses, expected, rtol=0.05)
@@ -100,7 +100,7 @@ def test_a_new_attribute_of_an_object_is_an_error(mesh, batch):
 
     model, _, _ = nnx_objects(mesh)
     with pytest.raises(ValueError, match=r"changes the structure of a flax\.nnx object"):
-        dq.compress(step, "data", options=OPTIONS)(model, *batch)
+        dq.compress(step, "data", method=OPTIONS)(model, *batch)
 
 
 @pytest.mark.parametrize("is_jitted", [True, False])
@@ -132,6 +132,6 @@ def test_modules_of_equinox_keep_what_is_no_array(is_jitted, mesh, batch):
     np.testing.assert_allclose(
         losses(dq.compress(fun, "data", method="exact")), expected, rtol=1e-5
     )
-    compressed = losses(dq.compress(fun, "data", options=OPTIONS))
+    compressed = losses(dq.compress(fun, "data", method=OPTIONS))
     assert compressed != expected
     np.testing.assert_allclose(compressed, expected, rtol=0.05)

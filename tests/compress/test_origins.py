@@ -21,7 +21,7 @@ from tests.compress.origin_steps import ARGS, GRADIENTS, OTHERS, PARAMS, SIZE, g
 from tests.support.hlo import collectives
 
 STEPS = GRADIENTS | OTHERS
-LARGE = dq.Options().exact_below
+LARGE = dq.Compression().exact_below
 
 
 def on_mesh(data_mesh, local, *, out=P(), check_vma=False):

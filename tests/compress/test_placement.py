@@ -17,7 +17,7 @@ from tests.compress.forms import PARAMS, X, Y, loss_fn, mean_loss
 
 METHOD = "bf16"
 SPECS = {"w": P("fsdp"), "v": P(None, "fsdp"), "b": P()}
-OPTIONS = {"method": METHOD, "options": dq.Options(exact_below=64)}
+OPTIONS = {"method": METHOD, "options": dq.Compression(exact_below=64)}
 MAP = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "axis_names": {"data"}}
 
 
@@ -106,7 +106,7 @@ def test_specs_of_sums_are_those_of_their_parameters(make, mesh, args):
     report = compressed.report(*given)
     halves = [each for each in report.compressed if each.sum.shape == (32, 32)]
     assert len(halves) == 2
-    whole = dq.compress(step, "data", specs=P(), **OPTIONS).report(*given)
+    whole = dq.compress(step, "data", method=dq.Compression(specs=P()), **OPTIONS).report(*given)
     for half, full in zip(halves, whole.compressed, strict=True):
         assert half.bytes_after == pytest.approx(full.bytes_after / 2)
         assert half.bytes_before == pytest.approx(full.bytes_before / 2)
@@ -281,7 +281,9 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
             function(*given)
     (found,) = dq.inspect(compressed, *given).findings
     assert found.kind == "whole gradient"
-    known = dq.compress(jax.jit(step) if jitted else step, "data", specs=P(), **OPTIONS)
+    known = dq.compress(
+        jax.jit(step) if jitted else step, "data", method=dq.Compression(specs=P()), **OPTIONS
+    )
     assert len(known.report(*given).compressed) == 2
 
 

@@ -105,7 +105,7 @@ def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_
         "data",
         key=key_of,
         only=every_sum,
-        options=dq.Options(exact_below=0),
+        method=dq.Compression(exact_below=0),
     )
     report = step.report(tree)
     assert ["too few to save bytes" in each.why_exact for each in report.sums] == [True]
@@ -117,9 +117,11 @@ def test_bytes_of_shards_are_those_of_one_device():
     """Axes that the compiler manages split what each device sends."""
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     step = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh, axis_names={"data"})
-    options = {"method": "bf16", "options": dq.Options(exact_below=64)}
+    options = {"method": "bf16", "options": dq.Compression(exact_below=64)}
     whole, split = (
-        dq.compress(step, "data", specs=specs, **options).report(PARAMS, X, Y).compressed
+        dq.compress(step, "data", method=dq.Compression(specs=specs), **options)
+        .report(PARAMS, X, Y)
+        .compressed
         for specs in (P(), lambda each: P("fsdp") if len(each.shape) == 2 else P())
     )
     assert len(whole) == len(split) == 2

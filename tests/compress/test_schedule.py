@@ -1,5 +1,7 @@
 """Order and number of collectives of compressed steps, as the compiled program has them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +151,9 @@ def test_buckets_of_rows_are_sent_as_the_backward_pass_makes_them(data_mesh, mon
     monkeypatch.setattr(dq.BF16, "all_reduce", all_reduce)
     shardings = [jax.NamedSharding(data_mesh(2), spec) for spec in (P(), P("data"))]
     args = jax.device_put((layers, jnp.ones((8, 64))), tuple(shardings))
-    options = dq.Options(bucket_bytes=4 * layers[-1].size, bucketing="in_order")
-    step = dq.compress(jax.jit(jax.grad(loss)), "data", method="bf16", options=options)
+    options = dq.Compression(bucket_bytes=4 * layers[-1].size, bucketing="in_order")
+    step = dq.compress(
+        jax.jit(jax.grad(loss)), "data", method=dataclasses.replace(options, method="bf16")
+    )
     step.trace(*args)
     assert sizes == [leaf.size for leaf in reversed(layers)]

@@ -33,7 +33,7 @@ def summing(method: Method, topology: Any = "ring", axes: Any = "data", by: Any 
 
 def scattering(method: Method, topology: str) -> Local:
     return lambda key, tree: dq.psum_scatter(
-        tree, "data", key=key, tiled=True, method=method, topology=topology
+        tree, "data", key=key, tiled=True, method=dq.Compression(method, topology)
     )
 
 
@@ -47,7 +47,7 @@ def shapes_of(tree: dict[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruc
 
 def report_of(method: Method, topology: Any = "ring", *, workers: Any = 4, tree: Any = None) -> int:
     shapes = shapes_of(tree or VECTOR)
-    return dq.wire_report(shapes, workers, method=method, topology=topology).bytes_per_worker
+    return dq.wire_report(shapes, workers, method=dq.Compression(method, topology)).bytes_per_worker
 
 
 def half_of(method: Method, collective: str, topology: str, parts: int) -> int:

@@ -54,11 +54,11 @@ def on_topologies(names) -> pytest.MarkDecorator:
 def local_sum(name: str, topology: str):
     """Return `dq.psum` of a vector, or the first step of a method that carries state."""
     method = CASES[name]
-    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, topology))
 
     def local(key, flat):
         if not method.is_stateful:
-            return dq.psum(flat, "data", key=key, method=method, topology=topology)
+            return dq.psum(flat, "data", key=key, method=dq.Compression(method, topology))
         matrix = flat.reshape(MATRIX)
         mean, _ = reduce.update(matrix, reduce.init(matrix))
         return NUM_WORKERS * mean.reshape(-1)
@@ -137,7 +137,7 @@ def test_a_mesh_sends_what_is_reported_and_nothing_but_integers(data_mesh, name,
     _, sent = sum_on_mesh(name, topology, data_mesh(NUM_WORKERS))
     method = CASES[name]
     tree = {"w": jax.ShapeDtypeStruct(MATRIX if method.is_stateful else (SIZE,), jnp.float32)}
-    report = dq.wire_report(tree, NUM_WORKERS, method=method, topology=topology)
+    report = dq.wire_report(tree, NUM_WORKERS, method=dq.Compression(method, topology))
     assert sum(c.sent_bytes(NUM_WORKERS) for c in sent) == report.bytes_per_worker > 0
     if not ROWS[name].floats:
         dtypes = frozenset().union(*(c.dtypes for c in sent if c.kind != "all-reduce"))
@@ -233,14 +233,20 @@ def halves(name: str):
     and for float32 to the sum itself.
     """
     method = TWO_WIDTHS if name == "dynamiq" else CASES[name]
-    options = {"method": method, "options": dq.Options(exact_below=0)}
+    options = {"method": method, "options": dq.Compression(exact_below=0)}
 
     def local(key, g):
-        part = dq.psum_scatter(g, "data", key=key, tiled=True, topology="all_to_all", **options)
+        part = dq.psum_scatter(
+            g, "data", key=key, tiled=True, method=dq.Compression(topology="all_to_all"), **options
+        )
         whole = dq.all_gather(part, "data", key=key, tiled=True, **options)
         if g.dtype == jnp.bfloat16:
             return part, whole, None
-        return part, whole, dq.psum(g, "data", key=key, topology="all_to_all", **options)
+        return (
+            part,
+            whole,
+            dq.psum(g, "data", key=key, method=dq.Compression(topology="all_to_all"), **options),
+        )
 
     return simulated(local)
 

@@ -75,7 +75,7 @@ def test_the_wire_cost_counts_all_bytes_of_an_all_reduce(name, num_workers=5):
     assert total.shape == (num_workers, call.size)
     assert sent == call.topology.bytes_sent(method.wire_cost(call), num_workers)
     tree = {"w": jax.ShapeDtypeStruct(MATRIX, jnp.float32)}
-    report = dq.wire_report(tree, num_workers, method=method, topology="all_to_all")
+    report = dq.wire_report(tree, num_workers, method=dq.Compression(method, "all_to_all"))
     assert sent == report.bytes_per_worker - report.check_bytes
 
 

@@ -120,19 +120,19 @@ def test_the_report_is_the_compiled_program(data_mesh, method, topology):
     """Messages of each turn have a size of their own."""
     tree = {"w": jax.ShapeDtypeStruct((SIZE,), np.float32)}
     topology = TOPOLOGIES[topology]
-    report = dq.wire_report(tree, N, method=method, topology=topology)
+    report = dq.wire_report(tree, N, method=dq.Compression(method, topology))
     found = compiled_collectives(data_mesh(N), tree, method, topology)
     assert sum(c.sent_bytes(N) for c in found) == report.bytes_per_worker
     hops = {c.result_bytes for c in found if c.kind == "collective-permute"}
     if isinstance(topology, Ring):
         assert len(hops) == N - 1
-    loop = dq.wire_report(tree, N, method=method, topology=Ring())
+    loop = dq.wire_report(tree, N, method=dq.Compression(method, Ring()))
     assert report.bits < loop.bits < dq.wire_report(tree, N, method=SMALL).bits + 1e-2
 
 
 def bits_of(method: EntropyCoded, num_workers: int, topology) -> float:
     tree = {"w": jax.ShapeDtypeStruct((1 << 24,), np.float32)}
-    return dq.wire_report(tree, num_workers, method=method, topology=topology).bits
+    return dq.wire_report(tree, num_workers, method=dq.Compression(method, topology)).bits
 
 
 def test_the_bits_of_64_workers():

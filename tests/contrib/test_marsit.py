@@ -283,7 +283,7 @@ def test_a_scattered_sum_adds_up_the_signs_that_arrive(topology, num_workers=4):
     arguments = {
         "method": UNIT,
         "topology": TOPOLOGIES[topology],
-        "options": dq.Options(exact_below=0),
+        "options": dq.Compression(exact_below=0),
     }
     scatter = simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, tiled=True, **arguments))
     found = np.asarray(scatter(KEY, values)).reshape(num_workers + 1, BLOCK)
@@ -299,7 +299,7 @@ def test_a_scattered_sum_adds_up_the_signs_that_arrive(topology, num_workers=4):
 
 def test_a_gathered_part_has_the_scales_and_signs_of_its_worker():
     parts = of_workers(0, 4, 1024, agreement=0)
-    arguments = {"method": Marsit(), "options": dq.Options(exact_below=0)}
+    arguments = {"method": Marsit(), "options": dq.Compression(exact_below=0)}
     gather = simulated(lambda key, g: dq.all_gather(g, "data", key=key, tiled=True, **arguments))
     found = np.asarray(gather(KEY, parts))
     np.testing.assert_array_equal(found, found[:1].repeat(4, axis=0))
@@ -369,7 +369,7 @@ def test_a_coordinate_has_one_bit_and_its_share_of_a_scale(topology):
 )
 def test_the_compiled_program_sends_the_bytes_of_the_report(data_mesh, method, topology):
     tree = {"w": jax.ShapeDtypeStruct((300, 101), jnp.float32)}
-    report = dq.wire_report(tree, 4, method=method, topology=TOPOLOGIES[topology])
+    report = dq.wire_report(tree, 4, method=dq.Compression(method, TOPOLOGIES[topology]))
     sent = sent_bytes(data_mesh(4), tree, method, TOPOLOGIES[topology])
     assert sent == report.bytes_per_worker
 

@@ -251,7 +251,11 @@ def test_shards_of_leaves_travel_alone():
     )
     def run(values, alive):
         mean = moshpit_mean(
-            values[0, 0], ("x", "y"), key=KEY, alive=alive[0, 0], method="bf16", specs=P("fsdp")
+            values[0, 0],
+            ("x", "y"),
+            key=KEY,
+            alive=alive[0, 0],
+            method=dq.Compression("bf16", specs=P("fsdp")),
         )
         return mean[None, None]
 
@@ -280,7 +284,7 @@ def test_shards_of_leaves_travel_alone():
         ({"alive": np.ones(3, bool)}, ValueError, r"alive has shape \(3,\)"),
         ({"alive": 0.5}, TypeError, "float64"),
         ({"method": "powersgd"}, ValueError, "carries state.* moshpit_mean cannot"),
-        ({"options": dq.Options(max_error=0.1)}, ValueError, "max_error=0.1"),
+        ({"options": dq.Compression(max_error=0.1)}, ValueError, "max_error=0.1"),
         ({"tree": {"n": np.zeros(4, np.int32)}}, TypeError, r"tree\['n'\] has dtype int32"),
     ),
 )

@@ -22,7 +22,7 @@ from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, on_mesh, simu
 KEY = jax.random.key(11)
 FLOATS = 4  # in a packet of 16 bytes
 ESTIMATORS = ("others", "count", "inverse")
-EVERY_LEAF = dq.Options(exact_below=0)
+EVERY_LEAF = dq.Compression(exact_below=0)
 
 
 def lossy(rate=0.1, **fields) -> LossyCollectives:
@@ -368,7 +368,7 @@ def test_without_loss_it_is_the_mean_of_the_reduce_scatter(method):
 
     def local(key, tree):
         rows = jax.tree.map(lambda x: jnp.pad(x.reshape(-1), (0, -x.size % 4)).reshape(4, -1), tree)
-        sums = dq.psum_scatter(rows, "data", key=key, method=method, topology="all_to_all")
+        sums = dq.psum_scatter(rows, "data", key=key, method=dq.Compression(method, "all_to_all"))
         wanted = jax.tree.map(lambda x: x * jnp.asarray(0.25, x.dtype), sums)
         of = [lossy(rate, method=method) for rate in (0.0, 1e-12)]
         return [each.scatter_mean(tree, key=key) for each in of], wanted
@@ -474,7 +474,7 @@ def test_messages_of_dynamiq_lose_rows_and_no_others(together, low, high):
 
     def local(key, g):
         sums = dq.psum_scatter(
-            g, "data", key=key, tiled=True, method=TWO_WIDTHS, topology="all_to_all"
+            g, "data", key=key, tiled=True, method=dq.Compression(TWO_WIDTHS, "all_to_all")
         )
         return of.scatter_mean(g, key=key), sums / 2, of.own_parts(g)
 

@@ -41,7 +41,9 @@ def lost_to_clamping(clamp: float) -> float:
 
 @functools.cache
 def psum_with(method: THC, topology="ring"):
-    return simulated(lambda key, g: dq.psum(g, "data", key=key, method=method, topology=topology))
+    return simulated(
+        lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(method, topology))
+    )
 
 
 @functools.cache

@@ -139,12 +139,12 @@ TREE = {"w": jax.ShapeDtypeStruct((300, 101), jnp.float32)}
 @pytest.mark.parametrize(("topology", "values"), (("ring", "bfloat16"), ("all_to_all", "float32")))
 def test_the_compiled_program_has_one_gather(data_mesh, topology, values):
     method = TopK(values=values)
-    report = dq.wire_report(TREE, 4, method=method, topology=topology)
+    report = dq.wire_report(TREE, 4, method=dq.Compression(method, topology))
     found = compiled_collectives(data_mesh(4), TREE, method, topology)
     assert [one.kind for one in found] == ["all-gather"]
     assert found[0].sent_bytes(4) == report.bytes_per_worker
     inside = ErrorFeedback(inner=method)
-    of_state = dq.wire_report(TREE, 4, method=inside, topology=topology)
+    of_state = dq.wire_report(TREE, 4, method=dq.Compression(inside, topology))
     assert of_state.compressed_bytes == report.compressed_bytes
     assert sent_bytes(data_mesh(4), TREE, inside, topology) == of_state.bytes_per_worker
 

@@ -13,7 +13,6 @@ import dynamiq_jax as dq
 from dynamiq_jax._prediction.advice import Question, predictions
 from dynamiq_jax._prediction.cost_model import Network
 from examples import finetune_llm
-from examples.finetune_llm import Options
 from examples.llm import plot, report
 from examples.llm.prediction import device_kind, predicted_seconds
 from examples.llm.recipe import Recipe

@@ -16,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from examples import finetune_llm
-from examples.finetune_llm import Options
 from examples.llm import checkpoint, run
 from examples.llm.recipe import Recipe
 from examples.llm.run import read_records

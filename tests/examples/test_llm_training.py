@@ -11,7 +11,6 @@ import pytest
 
 import dynamiq_jax as dq
 from examples import finetune_llm
-from examples.finetune_llm import Options
 from examples.llm import run, train_step
 from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.loss import evaluator, sum_of_losses
@@ -158,7 +157,7 @@ def test_every_matrix_of_the_plain_step_is_compressed(files):
     compressed = sorted(
         each.sum.shape for each in trainer.step.report(trainer.abstract, rows).compressed
     )
-    least = dq.Options().exact_below
+    least = dq.Compression().exact_below
     assert compressed == sorted(
         leaf.shape for leaf in jax.tree.leaves(task.shapes) if leaf.size >= least
     )

@@ -1,5 +1,6 @@
 """Bytes that each host sends to others: of compiled collectives, and of the model of `advise`."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from dynamiq_jax.topologies import resolve_topology
 from tests.inspection.test_inspect import mesh_of
 
 SIZE = 3 * 2**14
-EVERYTHING = dq.Options(exact_below=0)
+EVERYTHING = dq.Compression(exact_below=0)
 CASES = [  # hosts, devices of each, topology, method
     *((2, 8, name, "bf16") for name in ("ring", "butterfly", "all_to_all")),
     *((4, 4, name, "bf16") for name in ("ring", "butterfly", "all_to_all")),
@@ -45,7 +46,9 @@ def lowered(axes: dict[str, int], axis_name, method: str, topology: str) -> str:
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
     def local(gradient):
-        return dq.psum(gradient, axis_name, key=jax.random.key(0), method=method, topology=topology)
+        return dq.psum(
+            gradient, axis_name, key=jax.random.key(0), method=dq.Compression(method, topology)
+        )
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((SIZE,), jnp.float32))
@@ -111,7 +114,7 @@ def test_hosts_send_one_gradient_where_they_sum_inside_first(hosts, local):
     axes = {"hosts": hosts, "local": local}
     found = inspected(axes, local, lowered(axes, ("hosts", "local"), "dynamiq:5", "ring"))
     part = jax.ShapeDtypeStruct((SIZE // local,), jnp.float32)
-    report = dq.wire_report(part, hosts, method="dynamiq:5", options=EVERYTHING)
+    report = dq.wire_report(part, hosts, method=dataclasses.replace(EVERYTHING, method="dynamiq:5"))
     assert found.bytes_of_host == local * report.bytes_per_worker
     by_link = {row.link: row.bytes_of_host for row in found.rows}
     assert by_link["inside a host"] == 0 < by_link["between hosts"]
@@ -210,7 +213,9 @@ def test_an_axis_over_several_hosts_is_no_fast_link(topology, devices_per_host, 
 @functools.cache
 def _step(topology: str):
     def local(gradient):
-        return dq.pmean(gradient, "data", key=jax.random.key(0), method="bf16", topology=topology)
+        return dq.pmean(
+            gradient, "data", key=jax.random.key(0), method=dq.Compression("bf16", topology)
+        )
 
     mesh = mesh_of(data=8)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -101,7 +101,9 @@ def test_a_compressed_step_with_shardings_has_no_findings():
 
     found = dq.inspect(dq.compress(jax.jit(step), "data", method="dynamiq:4"), params, batch)
     assert found.findings == ()
-    report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, specs=specs, method="dynamiq:4")
+    report = dq.wire_report(
+        EXACT_PARAMS, "data", mesh=mesh, method=dq.Compression("dynamiq:4", specs=specs)
+    )
     assert found.bytes_compressed == report.compressed_bytes
 
 
@@ -170,7 +172,9 @@ def test_gradients_of_sharded_parameters_are_sent_whole(specs):
 
     def step(params, batch, key):
         gradient = jax.grad(loss_fn)(params, batch)
-        return updated(params, dq.pmean(gradient, "data", key=key, specs=specs, method="bf16"))
+        return updated(
+            params, dq.pmean(gradient, "data", key=key, method=dq.Compression("bf16", specs=specs))
+        )
 
     mapped = jax.shard_map(
         step,
@@ -430,7 +434,7 @@ def test_a_step_without_collectives_says_so():
 
 def test_metrics_and_the_way_back_have_rows_of_their_own():
     def checked(grads, key):
-        return dq.pmean(grads, "data", key=key, options=dq.Options(max_error=0.1), method="bf16")
+        return dq.pmean(grads, "data", key=key, method=dq.Compression("bf16", max_error=0.1))
 
     step = manual_step(mesh_of(data=4), checked)
     found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY)
@@ -624,14 +628,18 @@ def test_hosts_are_processes_where_nothing_else_is_said():
 def measuring_step(bucket_bytes: int):
     """A step that returns its metrics: of two leaves whose gradients differ by a factor of 1000."""
     mesh = mesh_of(data=4)
-    options = dq.Options(bucket_bytes=bucket_bytes, bucketing="in_order")
+    options = dq.Compression(bucket_bytes=bucket_bytes, bucketing="in_order")
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def step(gradients):
         own = jax.tree.map(lambda leaf: leaf[0], gradients)
         return dq.pmean(
-            own, "data", key=KEY, method=dq.DynamiQ.paper(), options=options, with_metrics=True
+            own,
+            "data",
+            key=KEY,
+            method=dataclasses.replace(options, method=dq.DynamiQ.paper()),
+            with_metrics=True,
         )
 
     return step

@@ -418,7 +418,7 @@ def test_a_program_has_one_kernel_for_each_hop(data_mesh, kernel, bidirectional,
         with without_gpu("compile"):
             ours = dq.DynamiQ(implementation=kernel)
             topology = Ring(bidirectional=bidirectional)
-            return dq.pmean(gradient[0], "data", key=key, method=ours, topology=topology)
+            return dq.pmean(gradient[0], "data", key=key, method=dq.Compression(ours, topology))
 
     mapped = jax.shard_map(
         local, mesh=data_mesh(8), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma

@@ -336,7 +336,9 @@ def mean_in_a_scan(topology, steps, key, gradient):
         with modes.without_gpu("compile"):
             ours = dq.DynamiQ(implementation="mosaic_tpu")
             step_key = jax.random.fold_in(key, number)
-            mean = dq.pmean(gradient[0], "data", key=step_key, method=ours, topology=topology)
+            mean = dq.pmean(
+                gradient[0], "data", key=step_key, method=dq.Compression(ours, topology)
+            )
         return total + mean / steps, None
 
     total = jnp.zeros(gradient.shape[1:], gradient.dtype)

@@ -56,7 +56,7 @@ def test_an_all_reduce_on_many_devices_is_that_of_the_base(topology, check_vma, 
     def reduce(gradient, implementation):
         method = dq.DynamiQ(implementation=implementation)
         key = jax.random.key(1)
-        return dq.psum(gradient[0], "data", key=key, method=method, topology=topology)
+        return dq.psum(gradient[0], "data", key=key, method=dq.Compression(method, topology))
 
     gradients = of_workers(0, workers, 256 * 300)
     native, base = (

@@ -1,5 +1,6 @@
 """The decoder of JAX and that of NumPy: the same bits of every format, and those of a gather."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,7 +34,7 @@ METHODS = (
     "mxfp4",
     "mxint8",
 )
-ALL = dq.Options(exact_below=0)
+ALL = dq.Compression(exact_below=0)
 
 
 def values_of(seed: int, size: int, dtype: str = "float32") -> np.ndarray:
@@ -61,7 +62,7 @@ def agree(*encoded: dq.Message, weights=None) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_decoders_agree_on_what_is_encoded_and_on_any_bytes(method):
     tree = {"w": values_of(3, 2000), "tail": values_of(1, 700)}
-    message = dq.encode(tree, key=KEY, method=method, options=ALL)
+    message = dq.encode(tree, key=KEY, method=dataclasses.replace(ALL, method=method))
     assert {leaf.bucket for leaf in message.leaves} == {0}
     agree(message)
     agree(random_body(message, 0))
@@ -76,7 +77,7 @@ def test_the_decoders_agree_on_what_is_encoded_and_on_any_bytes(method):
 )
 def test_the_decoders_agree_on_all_shapes_and_dtypes(method, sizes, dtype, seed):
     tree = [values_of(seed + number, size, dtype) for number, size in enumerate(sizes)]
-    message = dq.encode(tree, key=KEY, method=method, options=ALL)
+    message = dq.encode(tree, key=KEY, method=dataclasses.replace(ALL, method=method))
     agree(message)
     agree(random_body(message, seed))
 
@@ -98,7 +99,9 @@ def test_the_decoders_agree_on_all_settings_of_dynamiq(bits, group_size, exponen
         spacing=spacing[0],
         gap_ratio=spacing[1],
     )
-    message = dq.encode([values_of(seed, 5000)], key=KEY, method=method, options=ALL)
+    message = dq.encode(
+        [values_of(seed, 5000)], key=KEY, method=dataclasses.replace(ALL, method=method)
+    )
     agree(message)
     agree(random_body(message, seed))
 

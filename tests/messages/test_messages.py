@@ -1,5 +1,6 @@
 """Messages: their bytes, their headers, sums of them, and errors for what makes none."""
 
+import dataclasses
 import functools
 import json
 import zlib
@@ -81,9 +82,9 @@ def test_the_body_has_the_bytes_of_the_report(shapes, below, bucket_bytes):
     """
     tree = [np.ones(shape, np.float32) for shape in shapes]
     both = [jax.ShapeDtypeStruct((2, *shape), jnp.float32) for shape in shapes]
-    options = dq.Options(exact_below=below, bucket_bytes=bucket_bytes, bucketing="in_order")
-    message = dq.encode(tree, key=KEY, method="mxfp8", options=options)
-    report = dq.wire_report(both, 2, method="mxfp8", options=options)
+    options = dq.Compression(exact_below=below, bucket_bytes=bucket_bytes, bucketing="in_order")
+    message = dq.encode(tree, key=KEY, method=dataclasses.replace(options, method="mxfp8"))
+    report = dq.wire_report(both, 2, method=dataclasses.replace(options, method="mxfp8"))
     of_rows = 264  # bytes, in MXFP8
     padding = len(message.body) - report.bytes_per_worker / 2
     assert 0 <= padding <= of_rows * len(message.formats)
@@ -203,8 +204,8 @@ def test_errors_of_encode():
         method="topk_chunked",
     )
     refused(ValueError, r"ErrorFeedback.* carries state", method="ef+dynamiq:3")
-    refused(ValueError, "bucketing='striped'", options=dq.Options(bucketing="striped"))
-    refused(ValueError, "max_error=0.1 limits", options=dq.Options(max_error=0.1))
+    refused(ValueError, "bucketing='striped'", options=dq.Compression(bucketing="striped"))
+    refused(ValueError, "max_error=0.1 limits", options=dq.Compression(max_error=0.1))
     refused(ValueError, "cannot be in a message", [np.float32(1)], method="topk_chunked")
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])

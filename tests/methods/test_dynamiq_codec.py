@@ -140,7 +140,7 @@ def all_to_all(method: dq.DynamiQ, reorders: bool = True):
     """Return a function of (key, values) to their sum, with sums ordered again or not."""
     del reorders  # which the code is patched for, where this traces
     return simulated(
-        lambda key, g: dq.psum(g, "data", key=key, method=method, topology="all_to_all")
+        lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(method, "all_to_all"))
     )
 
 

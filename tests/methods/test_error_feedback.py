@@ -257,7 +257,7 @@ def test_it_costs_no_bytes():
     for inner in (LOW_RANK, *PRESETS.values()):
         for topology in (Ring(), AllToAll()):
             reports = [
-                dq.wire_report(tree, NUM_WORKERS, method=method, topology=topology)
+                dq.wire_report(tree, NUM_WORKERS, method=dq.Compression(method, topology))
                 for method in (inner, ErrorFeedback(inner=inner))
             ]
             assert reports[0].compressed_bytes == reports[1].compressed_bytes

@@ -378,7 +378,7 @@ def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped)
     tree = {"a": (100, 70), "b": (2000,), "c": (40, 5, 60), "exact": (10,)}
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
     sent = sent_bytes(data_mesh(NUM_WORKERS), shapes, method, topology)
-    report = dq.wire_report(shapes, NUM_WORKERS, method=method, topology=topology)
+    report = dq.wire_report(shapes, NUM_WORKERS, method=dq.Compression(method, topology))
     assert sent == report.bytes_per_worker
     factors = 3 * (100 + 70) + 2000 + 3 * (200 + 60)
     item_bytes = 4 if inner == dq.Exact() else 2

@@ -40,11 +40,14 @@ def gradients(workers: int) -> dict[str, np.ndarray]:
 
 def relative_errors(method: DynamiQ, topology: str, workers: int, bucketing: str) -> np.ndarray:
     """Squared errors of all rows over their energies, then the vNMSE of the whole sum."""
-    options = dq.Options(bucketing=bucketing, bucket_bytes=2**17, exact_below=0)
+    options = dq.Compression(bucketing=bucketing, bucket_bytes=2**17, exact_below=0)
     tree = gradients(workers)
     run = simulated(
         lambda key, tree: dq.psum(
-            tree, "data", key=key, method=method, topology=topology, options=options
+            tree,
+            "data",
+            key=key,
+            method=dataclasses.replace(options, method=method, topology=topology),
         )
     )
     found = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), run(jax.random.key(1), tree))

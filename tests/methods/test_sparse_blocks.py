@@ -171,8 +171,8 @@ def test_the_metric_of_a_tree_is_the_mean_over_coordinates():
     """Of two buckets, the smaller one leaves nothing out, and the larger one half of its blocks."""
     whole = np.ones((NUM_WORKERS, SIZE), np.float32)
     few = integers(0, np.tile(np.arange(NUM_BLOCKS) < 3, (NUM_WORKERS, 1)))[:, : 16 * BLOCK]
-    options = dq.Options(bucket_bytes=1, bucketing="in_order")
-    reduce = dq.all_reduce_gradients("data", method=OMNI, options=options)
+    options = dq.Compression(bucket_bytes=1, bucketing="in_order")
+    reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method=OMNI))
     _, state = simulated(lambda _, tree: reduce.update(tree, reduce.init(tree)))(KEY, [whole, few])
     expected = 0.5 * SIZE / (SIZE + 16 * BLOCK)
     np.testing.assert_allclose(state.metrics["left_out"], np.full(NUM_WORKERS, expected), rtol=1e-6)

@@ -1,5 +1,7 @@
 """optax: parameters of size 0, such as those of a layer without units, and None in their place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -12,10 +14,12 @@ tree = {
     "number": jnp.array([1.0, 3.0]),
     "narrow": jnp.ones((2, 3, 0), jnp.bfloat16),
 }
-options = dq.Options(exact_below=0)
+options = dq.Compression(exact_below=0)
 for method in ("dynamiq:5", "mxfp8", "exact"):
     mean = on_workers(
-        lambda t, m=method: dq.pmean(t, "data", key=jax.random.key(0), method=m, options=options),
+        lambda t, m=method: dq.pmean(
+            t, "data", key=jax.random.key(0), method=dataclasses.replace(options, method=m)
+        ),
         tree,
         check_vma=True,
     )

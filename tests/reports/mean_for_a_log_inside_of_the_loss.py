@@ -12,8 +12,8 @@ def gradient(x, stopped):
     def loss_fn(w):
         out = x @ w
         logged = jax.lax.stop_gradient(out) if stopped else out
-        options = dq.Options(exact_below=0)
-        return (out**2).mean(), dq.pmean(logged, "data", key=jax.random.key(0), options=options)
+        options = dq.Compression(exact_below=0)
+        return (out**2).mean(), dq.pmean(logged, "data", key=jax.random.key(0), method=options)
 
     return jax.value_and_grad(loss_fn, has_aux=True)(w)[0]
 

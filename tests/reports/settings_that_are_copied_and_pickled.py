@@ -14,7 +14,7 @@ tree = {"w": jnp.ones((64, 64))}
 objects = [
     *(METHODS[name]() for name in METHODS),
     *(topology() for topology in TOPOLOGIES.values()),
-    dq.Options(max_error=0.1),
+    dq.Compression(max_error=0.1),
     dq.Schedule({0: "exact", 5: "dynamiq:5"}),
     dq.wire_report(tree, 4, method={".*": "dynamiq:4"}),
     dq.encode(tree, key=jax.random.key(0), method="bf16"),

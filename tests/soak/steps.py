@@ -186,7 +186,7 @@ class Step:
         return {
             "method": each.method,
             "topology": each.topology,
-            "options": dq.Options(
+            "options": dq.Compression(
                 bucket_bytes=each.bucket_bytes,
                 bucketing=each.bucketing,
                 unrolled_buckets=each.unrolled_buckets,

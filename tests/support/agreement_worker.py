@@ -112,7 +112,7 @@ Case = tuple[Callable[[str], Any], Callable[[str], Any], tuple[str, ...]]
 
 
 def options(**fields: Any) -> dq.Options:
-    return dq.Options(**fields)
+    return dq.Compression(**fields)
 
 
 def case(function: Callable[..., Any], a: Any, b: Any, *words: str, maps: bool = True) -> Case:

@@ -98,7 +98,7 @@ def compiled_collectives(
 
     def local(key, stacked):
         mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(mine, "data", key=key, method=method, topology=topology)
+        return dq.pmean(mine, "data", key=key, method=dq.Compression(method, topology))
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     lowered = jax.jit(mapped).lower(jax.random.key(0), _stacked(tree, mesh.size))
@@ -113,7 +113,7 @@ def sum_on_mesh(
     """
 
     def local(key, stacked):
-        return dq.psum(stacked, "data", key=key, method=method, topology=topology)
+        return dq.psum(stacked, "data", key=key, method=dq.Compression(method, topology))
 
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=check_vma
@@ -124,7 +124,7 @@ def sum_on_mesh(
 
 def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
     """Bytes of each worker in the compiled program of a step, from a state to the next one."""
-    reduce = dq.all_reduce_gradients("data", method=method, topology=topology)
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, topology))
     specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     def update(stacked, state):

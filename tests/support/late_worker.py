@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
     "pmean, all to all": along(dq.pmean, method="bf16", topology="all_to_all"),
     "pmean, exact": along(dq.pmean, method="exact"),
     "pmean, estimated error": along(
-        dq.pmean, method="mxfp8", with_metrics=True, options=dq.Options(max_error=0.5)
+        dq.pmean, method="mxfp8", with_metrics=True, options=dq.Compression(max_error=0.5)
     ),
     "pmean, thc": along(dq.pmean, method="thc"),
     "psum_scatter": along(dq.psum_scatter, method="mxfp8", tiled=True),

@@ -15,7 +15,7 @@ KEY = 7
 def sum_by(method, topology="ring"):
     def reduce(gradient, axis_name):
         key = jax.random.key(KEY)
-        return dq.psum(gradient, axis_name, key=key, method=method, topology=topology)
+        return dq.psum(gradient, axis_name, key=key, method=dq.Compression(method, topology))
 
     return reduce
 

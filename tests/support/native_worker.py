@@ -25,7 +25,9 @@ def trained(rank: int, topology: str, is_native: bool) -> dict[str, Any]:
     def step(params, gradient):
         key = jax.random.key(1)
         # The next gradient depends on the bits of the sum.
-        mean = dq.pmean(gradient[0] + jnp.sin(params), "data", key=key, topology=topology)
+        mean = dq.pmean(
+            gradient[0] + jnp.sin(params), "data", key=key, method=dq.Compression(topology=topology)
+        )
         return params - np.float32(0.1) * mean
 
     def steps(gradient):

@@ -1,5 +1,6 @@
 """Training of a small model with pipelined steps on a mesh, and ordinary training."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from tests.support.workers import STOCHASTIC
 
 WORKERS, ROWS, WIDTH = 4, 4, 32
 LAYERS = ("1", "2", "3")
-BUCKETS = dq.Options(
+BUCKETS = dq.Compression(
     bucket_bytes=4 * WIDTH * WIDTH, bucketing="in_order"
 )  # one for each matrix; biases stay exact
 NORM_BYTES = 4 * 2 * (WORKERS - 1) / WORKERS
@@ -66,8 +67,7 @@ class Run:
         self.pipelined = Pipelined(
             optimizer=optimizer,
             axis_name=axes if len(axes) > 1 else axes[0],
-            method=method,
-            options=options,
+            method=dataclasses.replace(options, method=method),
             **fields,
         )
         of_state, rows = self.pipelined.state_specs, P(axes)

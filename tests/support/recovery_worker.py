@@ -73,7 +73,7 @@ def train(rank: int, folder: pathlib.Path, fault: str) -> dict[str, np.ndarray]:
     replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
     halfway = Halfway(fault)
     optimizer = optax.chain(
-        dq.all_reduce_gradients("data", method=STOCHASTIC, topology=ring_through(halfway)),
+        dq.all_reduce_gradients("data", method=dq.Compression(STOCHASTIC, ring_through(halfway))),
         optax.adam(1e-2),
     )
     step = make_step(optimizer, mesh)

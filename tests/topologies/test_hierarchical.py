@@ -1,5 +1,6 @@
 """Two or three axes: exact on the fast ones, compressed on the slow one."""
 
+import dataclasses
 import functools
 import re
 
@@ -173,8 +174,10 @@ def test_a_bucket_waits_until_those_before_it_are_whole():
     def transfers_for(names):
         def local(stacked):
             mine = jax.tree.map(lambda leaf: leaf[0, 0], stacked)
-            options = dq.Options(bucket_bytes=1, bucketing="in_order")
-            result = dq.psum(mine, AXES, key=KEY, method="bf16", options=options)
+            options = dq.Compression(bucket_bytes=1, bucketing="in_order")
+            result = dq.psum(
+                mine, AXES, key=KEY, method=dataclasses.replace(options, method="bf16")
+            )
             return [result[name] for name in names]
 
         mapped = jax.shard_map(local, mesh=mesh(), in_specs=P(*AXES), out_specs=P())

@@ -244,7 +244,7 @@ def test_sums_are_right_and_padding_is_cut_off(name):
     gradients = of_workers(n, n, 3001)
 
     def local(key, g):
-        return dq.psum(g, "data", key=key, method="exact", topology=TOPOLOGIES[name])
+        return dq.psum(g, "data", key=key, method=dq.Compression("exact", TOPOLOGIES[name]))
 
     result = np.asarray(simulated(local)(KEY, gradients))
     assert (result == result[0]).all()
@@ -338,16 +338,20 @@ def test_no_topology_chooses_by_itself(name):
     with pytest.raises(ValueError, match=message):
         resolve_topology(name)
     with pytest.raises(ValueError, match=message):
-        dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, 4, topology=name)
+        dq.wire_report(
+            {"w": jax.ShapeDtypeStruct((4096,), jnp.float32)},
+            4,
+            method=dq.Compression(topology=name),
+        )
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("size", (4096, 5000, 2**24))
 def test_buckets_of_every_size_have_the_topology_that_was_given(name, size):
     """So bytes are those of its own cost, and small buckets are exact for no other reason."""
-    topology, options = TOPOLOGIES[name], dq.Options(exact_below=0)
+    topology, options = TOPOLOGIES[name], dq.Compression(exact_below=0)
     leaf = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
-    report = dq.wire_report(leaf, 4, topology=topology, options=options)
+    report = dq.wire_report(leaf, 4, method=dataclasses.replace(options, topology=topology))
     cost = dq.DynamiQ().wire_cost(Call(size=size, axis=Axis("data", 4), topology=topology))
     assert report.compressed_size == size
     assert report.bytes_per_worker == topology.bytes_sent(cost, 4)
@@ -360,10 +364,16 @@ def test_a_butterfly_says_which_sizes_it_supports(n, sizes):
         f"that it supports, such as {sizes}, or topology='ring' or 'all_to_all'"
     )
     with pytest.raises(ValueError, match=message):
-        dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, n, topology="butterfly")
+        dq.wire_report(
+            {"w": jax.ShapeDtypeStruct((4096,), jnp.float32)},
+            n,
+            method=dq.Compression(topology="butterfly"),
+        )
     gradients = of_workers(0, n, 2000)
     with pytest.raises(ValueError, match=message):
-        simulated(lambda key, g: dq.psum(g, "data", key=key, topology="butterfly"))(KEY, gradients)
+        simulated(
+            lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(topology="butterfly"))
+        )(KEY, gradients)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -394,9 +404,9 @@ def test_to_override_supports_is_enough_to_refuse_a_size(sizes, named):
         with pytest.raises(ValueError, match=rf"FewSizes\(.* does not support an axis of {n} "):
             topology.check(n)
     with pytest.raises(ValueError, match=re.escape(named)):
-        simulated(lambda key, g: dq.psum(g, "data", key=key, topology=topology))(
-            KEY, of_workers(0, 6, 2000)
-        )
+        simulated(
+            lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(topology=topology))
+        )(KEY, of_workers(0, 6, 2000))
 
 
 @functools.cache
@@ -412,7 +422,7 @@ def error_of(name: str, rounding: str, agreement: float) -> float:
 def reducer(name: str, rounding: str):
     method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
     return simulated(
-        lambda key, g: dq.psum(g, "data", key=key, method=method, topology=TOPOLOGIES[name])
+        lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(method, TOPOLOGIES[name]))
     )
 
 

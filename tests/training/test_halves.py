@@ -1,5 +1,6 @@
 """A mean in two halves is as good as one all-reduce: rows are dealt over the shards."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,7 +19,7 @@ from tests.support.workers import call_on
 
 ROW, SIZE = 256, 2**17
 CORRELATED = dq.DynamiQ(bits=4, rounding="correlated")
-ONE_BUCKET = dq.Options(bucket_bytes=2**30)
+ONE_BUCKET = dq.Compression(bucket_bytes=2**30)
 
 
 def white(workers: int) -> np.ndarray:
@@ -49,9 +50,7 @@ def pipelined_by(
     return Pipelined(
         optimizer=optax.sgd(1.0),
         axis_name=axis_name,
-        method=method,
-        topology=topology,
-        options=options,
+        method=dataclasses.replace(options, method=method, topology=topology),
         **fields,
     )
 
@@ -113,7 +112,7 @@ def test_no_byte_is_added():
     """To those of an all-reduce, but the norms of the sums that an all-gather sends too."""
     leaf = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     report = pipelined_by().wire_report(leaf, 4)
-    whole = dq.wire_report(leaf, 4, method=CORRELATED, topology="ring").bytes_per_worker
+    whole = dq.wire_report(leaf, 4, method=dq.Compression(CORRELATED, "ring")).bytes_per_worker
     norms = 3 * 2 * SIZE // ROW // 4
     assert report.scattered_bytes + report.gathered_bytes == whole + norms
 
@@ -144,7 +143,7 @@ def test_three_axes(method):
 @pytest.mark.slow
 def test_a_loop_over_equal_buckets_gives_the_same_bits():
     leaves = np.split(regions(2)[:, : 2**14], 2, axis=1)
-    options = [dq.Options(bucket_bytes=2**15, unrolled_buckets=count) for count in (0, 4)]
+    options = [dq.Compression(bucket_bytes=2**15, unrolled_buckets=count) for count in (0, 4)]
     looped, alone = (mean_by_halves(leaves, options=each) for each in options)
     jax.tree.map(np.testing.assert_array_equal, looped, alone)
 

@@ -1,5 +1,6 @@
 """Local SGD with a compressed outer step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
-EVERY_LEAF = dq.Options(exact_below=1)
+EVERY_LEAF = dq.Compression(exact_below=1)
 SHAPES = {"b": (33,), "u": (48, 32), "v": (16, 96), "w": (32, 48)}
 
 
@@ -320,7 +321,9 @@ def test_shards_of_a_model_travel_alone(data_mesh, fields):
 
     def run(mesh, specs, method):
         local_sgd = LocalSGD(
-            axis_name="data", method=method, specs=specs, options=EVERY_LEAF, **fields
+            axis_name="data",
+            method=dataclasses.replace(EVERY_LEAF, method=method, specs=specs),
+            **fields,
         )
         of_state = local_sgd.state_specs
 
@@ -360,7 +363,9 @@ def test_shards_of_a_model_travel_alone(data_mesh, fields):
     reports = local_sgd.wire_report(params, "data", mesh=mesh)
     period = sum(report.bytes_per_worker for report in reports)
     assert sent[("data",)] == 3 * period  # three updates, each a choice between all fragments
-    whole = dq.wire_report(params, 2, method=STOCHASTIC, options=EVERY_LEAF).bytes_per_worker
+    whole = dq.wire_report(
+        params, 2, method=dataclasses.replace(EVERY_LEAF, method=STOCHASTIC)
+    ).bytes_per_worker
     assert period == pytest.approx(whole / 4, rel=0.01)
     with pytest.raises(ValueError, match="mesh=None, but specs is given"):
         local_sgd.wire_report(params, 2)
@@ -582,11 +587,15 @@ def test_fragments_are_balanced_and_whole_together(shapes, count, spec):
 def test_layers_that_are_stacked_go_to_all_fragments():
     """Nearly all is one leaf, as in a model that scans over its layers."""
     tree = {"layers": np.zeros((8, 16, 16), np.float32), "norm": np.zeros(16, np.float32)}
-    local_sgd = LocalSGD(axis_name="data", fragments=4, options=EVERY_LEAF, method="bf16")
+    local_sgd = LocalSGD(
+        axis_name="data", fragments=4, method=dataclasses.replace(EVERY_LEAF, method="bf16")
+    )
     parts = local_sgd.split(tree)
     assert [part["layers"].shape for part in parts] == [(2, 16, 16)] * 4
     sent = [report.bytes_per_worker for report in local_sgd.wire_report(tree, WORKERS)]
-    whole = dq.wire_report(tree, WORKERS, method="bf16", options=EVERY_LEAF).bytes_per_worker
+    whole = dq.wire_report(
+        tree, WORKERS, method=dataclasses.replace(EVERY_LEAF, method="bf16")
+    ).bytes_per_worker
     assert whole / 4 <= max(sent) < whole / 4 + 100
 
 

@@ -156,7 +156,7 @@ def test_nan_stays_in_its_bucket_unless_gradients_are_clipped(data_mesh, clipped
 def test_every_step_has_noise_of_its_own_in_both_halves():
     """The same in every call of a step."""
     pipelined = Pipelined(
-        optimizer=optax.sgd(1.0), axis_name="data", method=STOCHASTIC, topology="all_to_all"
+        optimizer=optax.sgd(1.0), axis_name="data", method=dq.Compression(STOCHASTIC, "all_to_all")
     )
     size = 2048
     grads = np.random.default_rng(0).normal(size=(2, size)).astype(np.float32)
@@ -212,10 +212,8 @@ def test_shards_of_a_model_travel_alone(data_mesh):
         pipelined = Pipelined(
             optimizer=optax.sgd(0.5),
             axis_name="data",
-            method="exact",
+            method=dq.Compression("exact", specs=specs, exact_below=100),
             clip_norm=0.3,
-            specs=specs,
-            options=dq.Options(exact_below=100),
         )
 
         @jax.jit
@@ -282,9 +280,7 @@ def test_small_gradients_are_not_scaled_up():
 @pytest.mark.parametrize("size", (1024, 1500))
 def test_any_size_on_any_number_of_workers(workers, size):
     """Simulated; sizes that do not divide are padded, and padding is in no norm."""
-    pipelined = Pipelined(
-        optimizer=optax.sgd(1.0), axis_name="data", method="exact", topology="ring"
-    )
+    pipelined = Pipelined(optimizer=optax.sgd(1.0), axis_name="data", method="exact:ring")
     grads = np.random.default_rng(size).normal(size=(workers, size)).astype(np.float32)
 
     def step(grads):
@@ -362,7 +358,7 @@ def test_halves_in_another_order_are_refused(clipped, data_mesh):
 
 
 def test_a_state_of_other_buckets_is_refused(clipped, data_mesh):
-    other = Run(data_mesh(WORKERS), options=dq.Options())
+    other = Run(data_mesh(WORKERS), options=dq.Compression())
     with pytest.raises(ValueError, match=r"'shard-.*need 'shard-.*: the leaves differ.*to resume"):
         jax.eval_shape(other.gather, clipped.begin())
     whole = jax.shard_map(

@@ -59,7 +59,7 @@ def test_equal_buckets_in_a_loop_give_the_same_bits(data_mesh, clipped):
     looped = Run(
         data_mesh(WORKERS),
         clip_norm=0.5,
-        options=dq.Options(bucket_bytes=BUCKETS.bucket_bytes, unrolled_buckets=1),
+        options=dq.Compression(bucket_bytes=BUCKETS.bucket_bytes, unrolled_buckets=1),
     )
     xs = batches(2)
     equal(looped.train(looped.begin(), xs)[0], clipped.train(clipped.begin(), xs)[0])

@@ -319,7 +319,7 @@ def whole(method: dq.DynamiQ, num_workers: int, topology: Ring | AllToAll):
 
     def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         norms = combine_norms(operations.statistics(layout.as_rows(gradient)), axis)
-        total = dq.psum(gradient, "data", key=key, method=method, topology=topology)
+        total = dq.psum(gradient, "data", key=key, method=dq.Compression(method, topology))
         return total, norms
 
     total, norms = jax.jit(jax.vmap(local, axis_name="data"))(grads)

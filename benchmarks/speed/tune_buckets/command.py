@@ -24,7 +24,7 @@ class TuneBuckets:
     STEP names a function of the bucket size in bytes that returns a function of one training step:
 
       def make_step(bucket_bytes):
-          options = dq.Options(bucket_bytes=bucket_bytes)
+          options = dq.Compression(bucket_bytes=bucket_bytes)
           pipelined = dq.training.Pipelined(optimizer=..., axis_name="data", options=options)
           ...
           def run():                      # takes one step, and returns something to wait for
@@ -88,7 +88,7 @@ class TuneBuckets:
                 seconds_of, low=low, high=high, candidates=self.candidates, rounds=self.rounds
             )
         console.print(_table(trials))
-        console.print(f"dq.Options(bucket_bytes={trials[0].bucket_bytes})")
+        console.print(f"dq.Compression(bucket_bytes={trials[0].bucket_bytes})")
         if is_first:
             if self.json is not None:
                 results = {"trials": [trial._asdict() for trial in trials]}

@@ -138,7 +138,7 @@ def _gradients(form: str, mesh: Any) -> Callable[..., tuple[Array, Any]]:
         loss, grads = grad_fn(lax.pcast(params, "data", to="varying"), tokens)
         if form == "exact in a map":
             return lax.pmean((loss, grads), "data")
-        grads = dq.pmean(grads, "data", key=jax.random.key(0), specs=SPECS)
+        grads = dq.pmean(grads, "data", key=jax.random.key(0), method=dq.Compression(specs=SPECS))
         return lax.pmean(loss, "data"), grads
 
     return jax.shard_map(

@@ -31,7 +31,7 @@ class Case:
 
     mesh: str  # of MESHES
     form: str  # of FORMS
-    bucket_bytes: int = dq.Options().bucket_bytes
+    bucket_bytes: int = dq.Compression().bucket_bytes
 
     def lower(self) -> Any:
         """Lower the training step for virtual devices."""
@@ -45,7 +45,7 @@ class Case:
         )
         specs = [first, P(*reversed(first))] * LAYERS
         placed = [NamedSharding(mesh, spec) for spec in specs]
-        options = dq.Options(bucket_bytes=self.bucket_bytes)
+        options = dq.Compression(bucket_bytes=self.bucket_bytes)
         step: Any = jax.jit(
             _step(_gradients(self.form, mesh, specs, options)),
             in_shardings=(placed, NamedSharding(mesh, P("data"))),
@@ -53,7 +53,7 @@ class Case:
             donate_argnums=0,
         )
         if self.form == "compress":
-            step = dq.compress(step, "data", options=options)
+            step = dq.compress(step, "data", method=options)
         matrices = [
             jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32),
             jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32),
@@ -77,10 +77,10 @@ class Buckets:
         )
         leaf = jax.ShapeDtypeStruct((self.bucket_bytes // 4,), jnp.float32)
         tree = {str(number): leaf for number in range(self.count)}
-        options = dq.Options(bucket_bytes=self.bucket_bytes, bucketing=self.bucketing)
+        options = dq.Compression(bucket_bytes=self.bucket_bytes, bucketing=self.bucketing)
 
         def local(tree: Any) -> Any:
-            return dq.pmean(tree, "data", key=jax.random.key(0), options=options)
+            return dq.pmean(tree, "data", key=jax.random.key(0), method=options)
 
         mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return jax.jit(mapped).lower(tree)
@@ -104,8 +104,10 @@ def _gradients(
         grads = grad_fn(lax.pcast(matrices, "data", to="varying"), x)
         if form == "pmean":
             key = jax.random.key(0)
-            return dq.pmean(grads, "data", key=key, specs=specs, options=options)
-        reduce = dq.all_reduce_gradients("data", specs=specs, options=options)
+            return dq.pmean(
+                grads, "data", key=key, method=dataclasses.replace(options, specs=specs)
+            )
+        reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, specs=specs))
         return reduce.update(grads, reduce.init(matrices))[0]
 
     return jax.shard_map(

@@ -123,7 +123,7 @@ def local_sgd(
     """
     assert setting.method is not None and setting.topology is not None
     outer = LocalSGD(
-        axis_name="data", every=every, method=setting.method, topology=setting.topology
+        axis_name="data", every=every, method=dq.Compression(setting.method, setting.topology)
     )
     loss_fn = loss_of(structure)
 

@@ -89,7 +89,7 @@ def moshpit_mean(
     if compression.max_error is not None:
         raise ValueError(
             f"max_error={compression.max_error!r} limits the error of one sum, but groups of peers "
-            "would exceed it at different times here. Give dq.Options() without it."
+            "would exceed it at different times here. Give dq.Compression() without it."
         )
     if isinstance(compression.method, Method) and compression.method.is_stateful:
         raise ValueError(
