@@ -150,7 +150,7 @@ def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
         str(n): heavy_tailed(n, (size,), spread=1, scale=2.0 ** octaves[n])
         for n, size in enumerate(sizes)
     } | {"norm": np.ones(300, np.float32), "count": np.arange(3)}
-    arguments = {"topology": topology, "options": APART}
+    arguments = {"method": dataclasses.replace(APART, topology=topology)}
     method = dq.DynamiQ(bits=bits)
     found = dq.allocate_bits(tree, axis_size=axis_size, method=method, **arguments)
     ours = dq.wire_report(tree, axis_size, method=found.policy, **arguments)
@@ -214,7 +214,7 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "c": heavy_tailed(0, (size,)),
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
-    arguments = {"options": dq.Compression(bucket_bytes=8 * size, bucketing="in_order")}
+    arguments = {"method": dq.Compression(bucket_bytes=8 * size, bucketing="in_order")}
     found = dq.allocate_bits(tree, axis_size=2, **arguments)
     report = dq.wire_report(tree, 2, method=found.policy, **arguments)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes

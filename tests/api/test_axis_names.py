@@ -128,7 +128,7 @@ def test_axes_of_a_step_are_those_of_all_its_maps(mesh):
     def step(rows):
         return both(rows) + one(rows[:2])
 
-    options = {"specs": P(), "method": "bf16", "only": every_sum}
+    options = {"method": dq.Compression("bf16", specs=P()), "only": every_sum}
     report = dq.compress(step, ("hosts", "local"), **options).report(ROWS)
     assert [each.sum.axes for each in report.compressed] == [("hosts", "local"), ("hosts",)]
     with pytest.raises(ValueError, match=r"'local' is not an axis of the step.*\('hosts',\)"):

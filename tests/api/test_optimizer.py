@@ -345,9 +345,9 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
     (
         {"method": "ef+blockint:8"},
         {"method": lambda path, leaf: FEEDBACK},
-        {"topology": "butterfly"},
+        {"method": dq.Compression(topology="butterfly")},
         {"seed": 5},
-        {"options": dq.Compression(unrolled_buckets=0)},
+        {"method": dq.Compression(unrolled_buckets=0)},
     ),
     ids=lambda arguments: min(arguments),
 )

@@ -6,6 +6,7 @@ All other tests run without implicit promotion of ranks: see `conftest.py`. `mak
 conformance tests with `jax_enable_x64`.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -77,7 +78,7 @@ def check_same(make, *arguments, run=True):
 
 def steps(method, topology="ring", **options):
     """Return a function of a gradient to two steps, with their state and metrics."""
-    arguments = {"method": method, "topology": topology, "options": dq.Compression(**options)}
+    arguments = {"method": dq.Compression(method, topology, **options)}
     reduce = dq.all_reduce_gradients("data", with_metrics=True, **arguments)
 
     def fn(gradient):
@@ -105,7 +106,7 @@ def test_every_method(name, data_mesh):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
 def test_every_half(name, data_mesh):
-    arguments = {"method": NAMES.get(name, TWO_WIDTHS), "options": EVERY_LEAF}
+    arguments = {"method": dataclasses.replace(EVERY_LEAF, method=NAMES.get(name, TWO_WIDTHS))}
 
     def fn(gradient):
         part = dq.psum_scatter(gradient, "data", key=key(), tiled=True, **arguments)
@@ -135,7 +136,7 @@ def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
     options = dq.Compression(max_error=1e-3, exact_below=0)
 
     def fn(gradient):
-        arguments = {"method": method, "options": options, "with_metrics": True}
+        arguments = {"method": dataclasses.replace(options, method=method), "with_metrics": True}
         return dq.psum(gradient, "data", key=key(), **arguments), dq.pmean(
             {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **arguments
         )

@@ -57,7 +57,7 @@ def check_equals_loop(mesh, fn, atol=0.0):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", STATELESS)
 def test_sums_and_their_halves(name, data_mesh):
-    arguments = {"key": KEY, "method": TRACED[name], "options": dq.Compression(exact_below=0)}
+    arguments = {"method": dq.Compression(TRACED[name], exact_below=0), "key": KEY}
 
     def fn(gradient):
         mean = dq.pmean(gradient, "data", **arguments)
@@ -85,7 +85,7 @@ def test_steps_with_a_state(name, data_mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
 def test_topologies(topology, data_mesh):
-    arguments = {"key": KEY, "topology": topology, "method": STOCHASTIC}
+    arguments = {"method": dq.Compression(STOCHASTIC, topology), "key": KEY}
     check_equals_loop(
         data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **arguments)
     )

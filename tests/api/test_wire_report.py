@@ -39,12 +39,18 @@ def cost(method, topology=Ring()):
             r"\('data', 'data'\) does not name different axes",
         ),
         (TREE, 2, {"method": dq.DynamiQ}, ValueError, r"method=DynamiQ is a class.*DynamiQ\(\)"),
-        (TREE, "data", {"mesh": {"data": 2}, "specs": P()}, TypeError, r"mesh=.* is not a mesh"),
+        (
+            TREE,
+            "data",
+            {"method": dq.Compression(specs=P()), "mesh": {"data": 2}},
+            TypeError,
+            r"mesh=.* is not a mesh",
+        ),
     ),
 )
 def test_what_no_collective_takes_is_not_counted(data_mesh, tree, axes, arguments, error, words):
     if axes != 2 and not arguments:
-        arguments = {"mesh": data_mesh(NUM_WORKERS), "specs": P()}
+        arguments = {"method": dq.Compression(specs=P()), "mesh": data_mesh(NUM_WORKERS)}
     with pytest.raises(error, match=words):
         dq.wire_report(tree, axes, **arguments)
 

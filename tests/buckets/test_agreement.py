@@ -285,7 +285,7 @@ def test_a_mesh_of_all_devices_has_all_processes(described):
 
 def test_nothing_is_compared_elsewhere(described):
     on_mesh(2).lower()  # who else is on this mesh is not known
-    on_mesh(jax.device_count(), options=dq.Compression(check_agreement=False)).lower()
+    on_mesh(jax.device_count(), method=dq.Compression(check_agreement=False)).lower()
 
     def local(x):
         return dq.pmean(x, "data", key=jax.random.key(0))

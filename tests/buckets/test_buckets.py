@@ -164,7 +164,9 @@ def test_leaves_of_several_sizes_come_back_in_their_places(name, bucket_bytes):
 
     def local(key, tree):
         options = in_order(bucket_bytes=scale * bucket_bytes, exact_below=0)
-        return COLLECTIVES[name](tree, "data", key=key, method="bf16", options=options)
+        return COLLECTIVES[name](
+            tree, "data", key=key, method=dataclasses.replace(options, method="bf16")
+        )
 
     found = simulated(local)(KEY, tree)
     expected = simulated(lambda key, tree: exact[name](tree, "data"))(KEY, tree)
@@ -180,7 +182,9 @@ def test_buckets_have_rounding_noise_of_their_own(name):
 
     def local(key, tree):
         options = in_order(bucket_bytes=1)
-        return COLLECTIVES[name](tree, "data", key=key, method=STOCHASTIC, options=options)
+        return COLLECTIVES[name](
+            tree, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
+        )
 
     run = simulated(local)
     result, again = (run(KEY, {"a": leaf, "b": leaf}) for _ in range(2))
@@ -252,7 +256,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     whole = 8192 * (16 if name == "all_gather" else 4)  # bytes of a leaf in a bucket
     for bucket_bytes, count in ((1, 4), (2 * whole, 2), (1 << 30, 1)):
         options = in_order(bucket_bytes=bucket_bytes)
-        text = compiled(data_mesh(4), tree, functools.partial(collective, options=options))
+        text = compiled(data_mesh(4), tree, functools.partial(collective, method=options))
         found = collectives(text)
         of_loops = [c for c in found if c.kind == "collective-permute" and c.looped]
         gathers = [c for c in found if c.kind == "all-gather"]
@@ -292,7 +296,7 @@ def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     tree = {name: jax.ShapeDtypeStruct((2, 8192), jnp.float32) for name in "abc"}
 
     def transfers_for(leaf):
-        arguments = {"method": "bf16", "options": in_order(bucket_bytes=1)}
+        arguments = {"method": dataclasses.replace(in_order(bucket_bytes=1), method="bf16")}
         collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, **arguments)
         text = compiled(data_mesh(2), tree, lambda tree: collective(tree)[leaf])
         return len(collectives(text))
@@ -328,7 +332,7 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
     def counts(names):
         def fn(tree):
             options = in_order(bucket_bytes=1)
-            arguments = {"method": Sorting(), "options": options}
+            arguments = {"method": dataclasses.replace(options, method=Sorting())}
             if name != "all_gather":
                 arguments["topology"] = "all_to_all"
             result = COLLECTIVES[name](tree, "data", key=KEY, **arguments)

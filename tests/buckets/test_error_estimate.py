@@ -363,7 +363,7 @@ def test_impossible_limits(limit):
 @pytest.mark.parametrize("function", [dq.psum_scatter, dq.all_gather])
 def test_half_an_all_reduce_has_no_limit(function):
     def local(key, values):
-        return function(values, "data", key=key, options=dq.Compression(max_error=0.1))
+        return function(values, "data", key=key, method=dq.Compression(max_error=0.1))
 
     with pytest.raises(ValueError, match=r"max_error=0\.1 .*half of one"):
         simulated(local)(KEY, np.ones((2, 2, 4096), np.float32))

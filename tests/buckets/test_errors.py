@@ -418,7 +418,9 @@ def beside(specs, collective=dq.pmean, **arguments):
     axes = (AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes, devices=jax.devices()[:4])
     mapped = jax.shard_map(
-        lambda g: collective({"w": g}, "data", key=KEY, specs=specs, **arguments),
+        lambda g: collective(
+            {"w": g}, "data", key=KEY, method=dq.Compression(specs=specs), **arguments
+        ),
         mesh=mesh,
         in_specs=P("data"),
         out_specs=P("data"),

@@ -92,7 +92,7 @@ def own_gradients(params, x):
 
 
 def by_pmean(mesh, method):
-    arguments = {"method": method, "specs": specs_of(mesh)}
+    arguments = {"method": dq.Compression(method, specs=specs_of(mesh))}
     return over_data(
         mesh,
         lambda params, x, key: dq.pmean(own_gradients(params, x), "data", key=key, **arguments),

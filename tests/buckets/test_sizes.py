@@ -172,7 +172,7 @@ def indexed_too_far(collective, large, mesh, **choices):
 @pytest.mark.parametrize("bucket_bytes", (2**27, MOST_IN_BUCKET))
 def test_no_program_has_an_index_beyond_32_bits(data_mesh, name, topology, bucket_bytes):
     options = dq.Compression(bucket_bytes=bucket_bytes, unrolled_buckets=1)
-    choices = {"topology": topology, "options": options}
+    choices = {"method": dataclasses.replace(options, topology=topology)}
     assert indexed_too_far(*COLLECTIVES[name], data_mesh(WORKERS), **choices) == []
 
 
@@ -246,7 +246,9 @@ def test_results_of_stripes_in_place_of_a_large_leaf_are_those_of_the_leaf(monke
 
     def results(method):
         run = simulated(
-            lambda key, tree: collective(tree, "data", key=key, method=method, options=options)
+            lambda key, tree: collective(
+                tree, "data", key=key, method=dataclasses.replace(options, method=method)
+            )
         )
         return jax.tree.map(np.asarray, run(KEY, tree))
 

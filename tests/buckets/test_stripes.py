@@ -141,7 +141,7 @@ def test_buckets_are_in_order_on_tpus(monkeypatch):
 def test_changes_of_local_sgd_are_striped_on_every_topology():
     """All of a change is there when it is sent. Gradients in an all-to-all leave in order."""
     params = {name: jax.ShapeDtypeStruct((2 * LEAF,), jnp.float32) for name in "ab"}
-    arguments = {"topology": "all_to_all", "options": dq.Compression(bucket_bytes=4 * LEAF)}
+    arguments = {"method": dq.Compression(topology="all_to_all", bucket_bytes=4 * LEAF)}
     (report,) = dq.training.LocalSGD(axis_name="data", every=2, **arguments).wire_report(params, 4)
     assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2, 3)] * 2
     of_gradients = dq.wire_report(params, 4, **arguments)
@@ -267,7 +267,9 @@ def test_halves_keep_their_contract(name, tiled):
     options = striped(bucket_bytes=4 * LEAF)
 
     def local(key, tree):
-        return compressed(tree, "data", key=key, tiled=tiled, method="bf16", options=options)
+        return compressed(
+            tree, "data", key=key, tiled=tiled, method=dataclasses.replace(options, method="bf16")
+        )
 
     found = simulated(local)(KEY, tree)
     expected = simulated(lambda key, tree: exact(tree, "data", tiled=tiled))(KEY, tree)
@@ -302,7 +304,7 @@ def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_me
     tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
     shapes = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in tree.items()}
     options = dq.Compression(bucket_bytes=4 * LEAF, bucketing="striped")
-    choices = {"method": method, "topology": Ring(unroll=True), "options": options}
+    choices = {"method": dataclasses.replace(options, method=method, topology=Ring(unroll=True))}
 
     def local(key, stacked):
         own = jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -349,7 +351,7 @@ def test_shards_are_striped_on_every_device():
 
     def local(stacked):
         own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        arguments = {"specs": P("fsdp"), "options": options, "method": STOCHASTIC}
+        arguments = {"method": dataclasses.replace(options, method=STOCHASTIC, specs=P("fsdp"))}
         return dq.pmean(own, "data", key=KEY, **arguments)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})

@@ -78,7 +78,11 @@ def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
     for local, before in in_full.items():
         mapped = on_mesh(data_mesh, local, out=P("data"))
         unrolled = dq.topologies.Ring(unroll=True)
-        options = {"operations": operations, "topology": unrolled, "only": every_sum}
+        options = {
+            "method": dq.Compression(topology=unrolled),
+            "operations": operations,
+            "only": every_sum,
+        }
         step = dq.compress(mapped, "data", key=key_of, **options)
         (each,) = step.report(TREE).compressed
         assert sent(text_of(step, TREE)) == pytest.approx(each.bytes_after)
@@ -92,7 +96,7 @@ def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
         return lax.psum_scatter((stacked["w"][0], small), "data", tiled=True)
 
     unrolled = dq.topologies.Ring(unroll=True)
-    options = {"topology": unrolled, "only": every_sum}
+    options = {"method": dq.Compression(topology=unrolled), "only": every_sum}
     step = dq.compress(on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, **options)
     large, small = step.report(TREE).sums
     others, size = WORKERS - 1, 64 // WORKERS
@@ -124,7 +128,7 @@ def test_collectives_of_a_step_wait_for_each_other(data_mesh):
 @pytest.mark.parametrize("name", ["layers_in_a_scan", "layers_in_a_scan_with_checkpoint"])
 def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
     form = FORMS[name](data_mesh(2))
-    key = {"key": key_of, "options": dq.Compression(exact_below=0)}
+    key = {"method": dq.Compression(exact_below=0), "key": key_of}
     found = collectives(text_of(dq.compress(form.step, "data", **key), *form.args))
 
     def local(params):

@@ -17,7 +17,7 @@ from tests.compress.forms import PARAMS, X, Y, loss_fn, mean_loss
 
 METHOD = "bf16"
 SPECS = {"w": P("fsdp"), "v": P(None, "fsdp"), "b": P()}
-OPTIONS = {"method": METHOD, "options": dq.Compression(exact_below=64)}
+OPTIONS = {"method": dq.Compression(METHOD, exact_below=64)}
 MAP = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "axis_names": {"data"}}
 
 

@@ -233,7 +233,7 @@ def halves(name: str):
     and for float32 to the sum itself.
     """
     method = TWO_WIDTHS if name == "dynamiq" else CASES[name]
-    options = {"method": method, "options": dq.Compression(exact_below=0)}
+    options = {"method": dq.Compression(method, exact_below=0)}
 
     def local(key, g):
         part = dq.psum_scatter(

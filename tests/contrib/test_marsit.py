@@ -280,11 +280,7 @@ def test_a_scattered_sum_adds_up_the_signs_that_arrive(topology, num_workers=4):
     three workers.
     """
     values = signs_of(num_workers).reshape(num_workers, -1)
-    arguments = {
-        "method": UNIT,
-        "topology": TOPOLOGIES[topology],
-        "options": dq.Compression(exact_below=0),
-    }
+    arguments = {"method": dq.Compression(UNIT, TOPOLOGIES[topology], exact_below=0)}
     scatter = simulated(lambda key, g: dq.psum_scatter(g, "data", key=key, tiled=True, **arguments))
     found = np.asarray(scatter(KEY, values)).reshape(num_workers + 1, BLOCK)
     for share, block in enumerate(found):
@@ -299,7 +295,7 @@ def test_a_scattered_sum_adds_up_the_signs_that_arrive(topology, num_workers=4):
 
 def test_a_gathered_part_has_the_scales_and_signs_of_its_worker():
     parts = of_workers(0, 4, 1024, agreement=0)
-    arguments = {"method": Marsit(), "options": dq.Compression(exact_below=0)}
+    arguments = {"method": dq.Compression(Marsit(), exact_below=0)}
     gather = simulated(lambda key, g: dq.all_gather(g, "data", key=key, tiled=True, **arguments))
     found = np.asarray(gather(KEY, parts))
     np.testing.assert_array_equal(found, found[:1].repeat(4, axis=0))
@@ -355,7 +351,7 @@ TREE = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
 def test_a_coordinate_has_one_bit_and_its_share_of_a_scale(topology):
     for workers in range(2, 17):
         if TOPOLOGIES[topology].supports(workers):
-            arguments = {"topology": TOPOLOGIES[topology]}
+            arguments = {"method": dq.Compression(topology=TOPOLOGIES[topology])}
             assert 1.06 < dq.wire_report(TREE, workers, method="marsit", **arguments).bits < 1.1
             assert 1.0 < dq.wire_report(TREE, workers, method=UNIT, **arguments).bits < 1.01
 

@@ -284,7 +284,7 @@ def test_shards_of_leaves_travel_alone():
         ({"alive": np.ones(3, bool)}, ValueError, r"alive has shape \(3,\)"),
         ({"alive": 0.5}, TypeError, "float64"),
         ({"method": "powersgd"}, ValueError, "carries state.* moshpit_mean cannot"),
-        ({"options": dq.Compression(max_error=0.1)}, ValueError, "max_error=0.1"),
+        ({"method": dq.Compression(max_error=0.1)}, ValueError, "max_error=0.1"),
         ({"tree": {"n": np.zeros(4, np.int32)}}, TypeError, r"tree\['n'\] has dtype int32"),
     ),
 )

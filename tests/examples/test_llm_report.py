@@ -144,7 +144,7 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     llm_files.write(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(2))
-    options = Options(
+    options = finetune_llm.Options(
         checkpoint=tmp_path / "start",
         data=tmp_path / "chats.jsonl",
         method="exact",

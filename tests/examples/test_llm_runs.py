@@ -68,7 +68,7 @@ def command(files):
             "save_every": 3,
         }
         with jax.numpy_dtype_promotion("standard"):
-            finetune_llm.main(Options(**options | more))
+            finetune_llm.main(finetune_llm.Options(**options | more))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "compiled_step", compiled_step)
@@ -243,7 +243,9 @@ def test_a_disk_that_fills_up_ends_a_run_in_one_line(command, output, tmp_path, 
 def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monkeypatch):
     """Two checkpoints are kept while a third is written. Those that are there need no more room."""
     recipe = Recipe(method="bf16", steps=STEPS, learning_rate=1e-2)
-    options = Options(checkpoint=files / "start", data=files / "chats.jsonl", context=64)
+    options = finetune_llm.Options(
+        checkpoint=files / "start", data=files / "chats.jsonl", context=64
+    )
     _, task = finetune_llm.read_task(options, llm_files.mesh_of(2))
     count, sizes = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)), []
     monkeypatch.setattr(budget, "check_disk", lambda folder, size: sizes.append(size) or "")
@@ -288,7 +290,7 @@ def test_files_that_do_not_belong_together_are_refused(files, command, tmp_path)
 )
 def test_bad_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        Options(**options)
+        finetune_llm.Options(**options)
 
 
 @pytest.mark.parametrize(
@@ -423,12 +425,12 @@ def test_one_worker_is_for_exact_runs(options, is_exact, monkeypatch):
     monkeypatch.setattr(finetune_llm, "with_demo", lambda options: 1 / 0)
     error = ZeroDivisionError if is_exact else ValueError
     with pytest.raises(error, match="division" if is_exact else r"^--workers is 1"):
-        finetune_llm.finetune(Options(**options))
+        finetune_llm.finetune(finetune_llm.Options(**options))
 
 
 def test_the_demonstration_keeps_the_options_that_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune_llm.small_decoder, "prepare", lambda folder: None)
-    given = Options(context=256, learning_rate=1e-4, output_dir=tmp_path)
-    for options, expected in ((given, (256, 1e-4)), (Options(), (128, 6e-3))):
+    given = finetune_llm.Options(context=256, learning_rate=1e-4, output_dir=tmp_path)
+    for options, expected in ((given, (256, 1e-4)), (finetune_llm.Options(), (128, 6e-3))):
         demo = finetune_llm.with_demo(options)
         assert (demo.context, demo.learning_rate) == expected

@@ -43,7 +43,7 @@ def standard_promotion():
 def test_too_few_devices_are_refused(options, words, monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)  # JAX has its devices already
     with pytest.raises(ValueError, match=words):
-        finetune_llm.make_mesh(Options(**options))
+        finetune_llm.make_mesh(finetune_llm.Options(**options))
 
 
 def test_one_accelerator_is_left_for_virtual_devices_with_a_word(monkeypatch, capsys):
@@ -51,15 +51,15 @@ def test_one_accelerator_is_left_for_virtual_devices_with_a_word(monkeypatch, ca
     cpus = jax.devices()
     kind = cpus[0].device_kind
     monkeypatch.setattr(jax, "devices", lambda platform=None: cpus if platform else cpus[:1])
-    assert finetune_llm.make_mesh(Options()).size == len(cpus)
+    assert finetune_llm.make_mesh(finetune_llm.Options()).size == len(cpus)
     assert f"One {kind} is not enough for 2 workers" in capsys.readouterr().out
-    assert finetune_llm.make_mesh(Options(method="exact")).size == 1
+    assert finetune_llm.make_mesh(finetune_llm.Options(method="exact")).size == 1
     assert capsys.readouterr().out == ""
 
 
 def task_of(files, fsdp=1, **options):
     given = {"checkpoint": files / "start", "data": files / "chats.jsonl", "context": 64}
-    options = Options(**given | {"fsdp": fsdp} | options)
+    options = finetune_llm.Options(**given | {"fsdp": fsdp} | options)
     return finetune_llm.read_task(options, llm_files.mesh_of(WORKERS, fsdp))[1]
 
 

@@ -169,7 +169,7 @@ def test_collectives_run_it_and_have_the_bits_of_the_method(
     collective, topology, check_vma, data_mesh, monkeypatch
 ):
     method = BlockInt(code_bits=6, rounding="stochastic")
-    kept = {} if topology is None else {"topology": topology}
+    kept = {} if topology is None else {"method": dq.Compression(topology=topology)}
     gathers = collective is not dq.psum
     splits = collective is not dq.psum or not check_vma
 

@@ -184,13 +184,13 @@ class Step:
 
     def _arguments(self, each: Collective) -> dict[str, Any]:
         return {
-            "method": each.method,
-            "topology": each.topology,
-            "options": dq.Compression(
+            "method": dq.Compression(
+                each.method,
+                each.topology,
                 bucket_bytes=each.bucket_bytes,
                 bucketing=each.bucketing,
                 unrolled_buckets=each.unrolled_buckets,
-            ),
+            )
         }
 
     def _transformation(self, each: Collective) -> Any:

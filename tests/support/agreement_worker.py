@@ -138,7 +138,7 @@ def within(a: Any, b: Any, *words: str) -> Case:
 
 
 def topologies(a: str, b: str) -> tuple[dict[str, str], dict[str, str]]:
-    return {"method": "mxfp8", "topology": a}, {"method": "mxfp8", "topology": b}
+    return {"method": dq.Compression("mxfp8", a)}, {"method": dq.Compression("mxfp8", b)}
 
 
 DISAGREEING: dict[str, Case] = {
@@ -176,16 +176,16 @@ DISAGREEING: dict[str, Case] = {
     "loop": case(mean, *topologies("ring", "ring:unroll=True"), "topology.unroll", "False", "True"),
     "options": case(
         mean,
-        {"options": options(bucket_bytes=2**20)},
-        {"options": options(bucket_bytes=2**21)},
+        {"method": options(bucket_bytes=2**20)},
+        {"method": options(bucket_bytes=2**21)},
         "options.bucket_bytes",
         "1048576",
         "2097152",
     ),
     "limit": case(
         mean,
-        {"options": options(max_error=0.1)},
-        {"options": options()},
+        {"method": options(max_error=0.1)},
+        {"method": options()},
         "options.max_error",
         "0.1",
         "None",

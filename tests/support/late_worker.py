@@ -1,5 +1,6 @@
 """One process of each test in test_late_process.py."""
 
+import dataclasses
 import functools
 import threading
 import time
@@ -67,10 +68,12 @@ def global_step(method: str) -> Callable[[Mesh], Any]:
 
 CASES: dict[str, Callable[[Mesh], Any]] = {
     "psum": along(dq.psum, method="mxfp8"),
-    "pmean, all to all": along(dq.pmean, method="bf16", topology="all_to_all"),
+    "pmean, all to all": along(dq.pmean, method="bf16:all_to_all"),
     "pmean, exact": along(dq.pmean, method="exact"),
     "pmean, estimated error": along(
-        dq.pmean, method="mxfp8", with_metrics=True, options=dq.Compression(max_error=0.5)
+        dq.pmean,
+        method=dataclasses.replace(dq.Compression(max_error=0.5), method="mxfp8"),
+        with_metrics=True,
     ),
     "pmean, thc": along(dq.pmean, method="thc"),
     "psum_scatter": along(dq.psum_scatter, method="mxfp8", tiled=True),

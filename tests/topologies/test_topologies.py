@@ -468,7 +468,7 @@ def test_bf16_on_an_all_to_all_is_one_float32_sum():
     exact = jnp.asarray(values.sum(axis=0))
 
     def both(values, topology):
-        how = {"key": KEY, "method": "bf16", "topology": topology}
+        how = {"method": dq.Compression("bf16", topology), "key": KEY}
         parts = dq.psum_scatter(values, "data", tiled=True, **how)
         return dq.psum(values, "data", **how), parts
 

@@ -63,7 +63,7 @@ def mean_by_halves(tree, **choices):
 
 
 def mean_by_all_reduce(tree, method=CORRELATED, topology="ring", options=ONE_BUCKET):
-    arguments = {"method": method, "topology": topology, "options": options}
+    arguments = {"method": dataclasses.replace(options, method=method, topology=topology)}
 
     def mean(tree):
         return dq.pmean(tree, "data", key=jax.random.key(0), **arguments)

@@ -82,7 +82,9 @@ def test_it_is_ordinary_training_with_exact_means(data_mesh, optimizer, clip_nor
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("fields", ({}, {"topology": "all_to_all"}), ids=("ring", "all_to_all"))
+@pytest.mark.parametrize(
+    "fields", ({}, {"method": dq.Compression(topology="all_to_all")}), ids=("ring", "all_to_all")
+)
 def test_it_sends_what_is_reported(data_mesh, fields):
     """And the norm, of 4 bytes, where gradients are clipped. Nothing runs under a loop."""
     run = Run(data_mesh(WORKERS), clip_norm=0.5, **fields)

@@ -274,7 +274,7 @@ def test_a_lost_row_takes_no_bits_from_the_others(wrong):
 def test_a_power_of_two_scales_the_sum_exactly(topology):
     """With the order of sums in an all-to-all, whose widths follow the scales."""
     workers = 4
-    options = {"method": TWO_WIDTHS, "topology": topology}
+    options = {"method": dq.Compression(TWO_WIDTHS, topology)}
     run = simulated(lambda key, g: dq.psum(g, "data", key=key, **options))
     gradients = heavy_tailed(0, (workers, 256 * 40))
     found = run(jax.random.key(0), gradients)
