@@ -38,7 +38,7 @@ def difference(descriptions: Mapping[int, Description], is_late: bool = False) -
             f"The processes of this job disagree about a collective. {sent}",
             *lines,
             "Give all processes the same program, arguments, flags and versions. Where one traces "
-            "a step for itself, use dq.inspect, or dq.Options(check_agreement=False), which "
+            "a step for itself, use dq.inspect, or dq.Compression(check_agreement=False), which "
             "switches this check off.",
         ]
     )
@@ -73,7 +73,7 @@ def compiling(description: Description, others: Sequence[int], seconds: float) -
     return (
         f"After {seconds:.0f} s, {named(others)} had not compiled the same step, for which this "
         f"process waits.{_traced(description)} Give all hosts a full compilation cache, or none. "
-        "dq.Options(check_agreement=False) waits for nobody."
+        "dq.Compression(check_agreement=False) waits for nobody."
     )
 
 
@@ -87,6 +87,6 @@ def unchecked(reason: str) -> str:
     """Return the warning for a collective that could not be compared."""
     return (
         f"{reason} It was not checked that all processes run the same collective. If they do not, "
-        "they hang or their results are wrong. dq.Options(check_agreement=False) switches this "
+        "they hang or their results are wrong. dq.Compression(check_agreement=False) switches this "
         "check off."
     )

@@ -58,7 +58,7 @@ class Compare:
     for each method, topology and number of workers. Gradients come from a file, such as one that
     `python -m benchmarks.error.dump_gradients --output FILE` writes, or are made up: rows of 256
     whose magnitudes spread as in a language model's gradients. Arrays of a file that training sums
-    exactly, those below the default of dq.Options.exact_below, are left out of errors and bits.
+    exactly, those below the default of dq.Compression.exact_below, are left out of errors and bits.
 
     Errors are those of one all-reduce. A method that is biased, or meant for error feedback, may
     train better or worse than its error says.

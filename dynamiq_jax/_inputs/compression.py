@@ -134,7 +134,15 @@ class Compression:
 
     @override
     def __repr__(self) -> str:
-        return spelled(self)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        defaults |= {"topology": resolve_topology("ring")}
+        given = {name: getattr(self, name) for name in defaults}
+        texts = [
+            f"{name}={spelled(value) if isinstance(value, Method | Topology) else repr(value)}"
+            for name, value in given.items()
+            if value != defaults[name]
+        ]
+        return f"Compression({', '.join(texts)})"
 
     @override
     def __hash__(self) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dynamiq_jax._core.naming import spelled
 from dynamiq_jax.methods import Method, resolve_method
+from pallas_kernels._jax.compat import override
 
 UNCOMPRESSED = "uncompressed"  # in place of a method, for leaves that the collectives of JAX send
 # Patterns of paths to methods, the first that matches counts; or a function of a path and a leaf.
@@ -28,6 +30,12 @@ class Policy:
     function: Callable[[str, Any], Method | str] | None = None
     # Whether a pattern without a leaf is an error. A part of a tree may have leaves of some alone.
     all_used: bool = True
+
+    @override
+    def __repr__(self) -> str:
+        if self.function is not None:
+            return repr(self.function)
+        return self._spelled() if self.patterns else spelled(self.everywhere)
 
     @staticmethod
     def of(method: Method | str | Rules) -> "Policy":
@@ -91,21 +99,24 @@ class Policy:
             else:
                 if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
                     raise ValueError(
-                        f"method={self._spelled()} has no pattern for the leaf {path!r}. Add one, "
+                        f"method={self._spelled():.200} has no pattern for the leaf {path!r}. Add one, "
                         "or '.*' as the last one, for all leaves that are left."
                     )
                 chosen.append(None)
         if paths and unused and self.all_used:
             raise ValueError(
-                f"method={self._spelled()}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
+                f"method={self._spelled():.200}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
                 f"before may match them, or there is no such leaf among {list(paths)!r:.400}. "
                 "Correct the pattern, or remove it."
             )
         return chosen
 
     def _spelled(self) -> str:
-        spelled = {pattern: method or UNCOMPRESSED for pattern, method in self.patterns}
-        return f"{spelled!r:.200}"
+        pairs = (
+            f"{pattern!r}: {spelled(method) if method else repr(UNCOMPRESSED)}"
+            for pattern, method in self.patterns
+        )
+        return f"{{{', '.join(pairs)}}}"
 
 
 def paths_of(tree: Any) -> list[str]:

@@ -151,7 +151,7 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
                 "below the threshold",
                 f"{len(small)} of {len(record.names)} leaves over {_spelled(record.axes)} are "
                 f"summed exactly, {share:.0%} of the bytes: {name or 'tree'}, for example, since "
-                f"{why}. Give dq.Options(exact_below=0), or join small leaves.",
+                f"{why}. Give dq.Compression(exact_below=0), or join small leaves.",
             )
 
 
@@ -322,7 +322,7 @@ def wasted_bits(sharing: Sharing, records: Iterable[TracedCollective]) -> Iterat
                 f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
                 "bits that lower the error little. If all buckets shared their bits, the error "
                 f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
-                "dq.Options(bucketing='striped'), or, for buckets in order, "
+                "dq.Compression(bucketing='striped'), or, for buckets in order, "
                 f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy.",
             )
 

@@ -319,9 +319,10 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
 @pytest.mark.slow
 def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
     early, late = leaves_of({"a": 1.0, "b": 1e-3}), leaves_of({"a": 1e-3, "b": 1.0})
-    policies = [dq.allocate_bits(each, axis_size=2, method=APART).policy for each in (early, late)]
+    found = [dq.allocate_bits(each, axis_size=2, method=APART) for each in (early, late)]
+    policies = [each.compression for each in found]
     schedule = dq.Schedule({0: policies[0], 1: policies[1]})
-    reduce = dq.all_reduce_gradients("data", method=schedule, options=APART)
+    reduce = dq.all_reduce_gradients("data", method=schedule)
 
     @jax.jit
     @jax.shard_map(mesh=data_mesh(2), in_specs=(P("data"), P()), out_specs=(P(), P()))

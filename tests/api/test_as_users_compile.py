@@ -205,7 +205,9 @@ def test_replicas_error_and_bytes(data_mesh, case):
     rows = jax.device_put(gradients(), NamedSharding(mesh, P("data")))
     key = jax.device_put(KEY, NamedSharding(mesh, P()))
     make = PROGRAMS[case.collective]
-    compiled = make(mesh, method=case.method, topology=case.topology).lower(key, rows).compile()
+    compiled = (
+        make(mesh, method=dq.Compression(case.method, case.topology)).lower(key, rows).compile()
+    )
     result, found = compiled(key, rows), collectives(compiled.as_text())
 
     whole = case.collective != "psum_scatter"

@@ -104,7 +104,7 @@ def test_bits_by_bucket_have_less_error_in_the_same_bytes(monkeypatch):
     mean = {name: leaf.mean(axis=0, dtype=np.float64) for name, leaf in leaves.items()}
     row = {"workers": 2, "topology": "ring", "bucketing": "in_order", "seed": 0}
     # A bucket for each leaf.
-    monkeypatch.setattr(dq, "Options", functools.partial(dq.Options, bucket_bytes=2**19))
+    monkeypatch.setattr(dq, "Compression", functools.partial(dq.Compression, bucket_bytes=2**19))
     equal, own = (
         errors.measured(stacked, mean, row | {"method": method})
         for method in ("dynamiq:5", "allocated dynamiq:5")

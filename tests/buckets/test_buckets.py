@@ -29,7 +29,7 @@ from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, on_mesh, simulated
 
 KEY = jax.random.key(0)
-in_order = functools.partial(dq.Options, bucketing="in_order")  # see test_stripes.py for others
+in_order = functools.partial(dq.Compression, bucketing="in_order")  # see test_stripes.py for others
 # Each gives a whole result or the worker's part.
 COLLECTIVES = {
     "pmean": dq.pmean,

@@ -42,7 +42,7 @@ def leaf(*shape, dtype=jnp.bfloat16):
 
 
 def plan_of(leaves, axes, method="dynamiq", topology="ring", rules=None, **options):
-    arguments = resolve(method, topology, dq.Compression(**options))
+    arguments = resolve(dq.Compression(method, topology, **options))
     methods = arguments.policy.methods(leaves)
     return sort_leaves(leaves, axes, arguments, methods, rules=rules)
 
@@ -202,12 +202,12 @@ def test_the_largest_bucket_has_no_index_beyond_32_bits(data_mesh, method, topol
 def test_no_hierarchy_has_an_index_beyond_32_bits(bucketing):
     mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
     options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, bucketing=bucketing)
-    assert indexed_too_far(dq.pmean, leaf(LARGEST), mesh, options=options) == []
+    assert indexed_too_far(dq.pmean, leaf(LARGEST), mesh, method=options) == []
 
 
 def test_no_estimate_has_an_index_beyond_32_bits(data_mesh):
     options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, max_error=0.1)
-    assert indexed_too_far(dq.pmean, leaf(LARGEST), data_mesh(WORKERS), options=options) == []
+    assert indexed_too_far(dq.pmean, leaf(LARGEST), data_mesh(WORKERS), method=options) == []
 
 
 def test_no_gradient_of_a_loss_has_an_index_beyond_32_bits(data_mesh):

@@ -27,7 +27,7 @@ from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, on_mesh, simulated
 
 KEY = jax.random.key(3)
-striped = functools.partial(dq.Options, bucketing="striped", exact_below=0)
+striped = functools.partial(dq.Compression, bucketing="striped", exact_below=0)
 LEAF = 2**16  # the smallest bucket that leaves are cut for
 SCALES = {"a": 1.0, "b": 0.1, "c": 0.03, "d": 0.01}
 
@@ -40,9 +40,13 @@ def regions(num_workers, size=LEAF):
     }
 
 
-def error_of(tree, **choices):
+def error_of(tree, method=dq.DynamiQ(), options=dq.Compression()):
     """vNMSE of the mean of a stacked tree, over all of its leaves."""
-    run = simulated(lambda key, tree: dq.pmean(tree, "data", key=key, **choices))
+    run = simulated(
+        lambda key, tree: dq.pmean(
+            tree, "data", dataclasses.replace(options, method=method), key=key
+        )
+    )
     found = jax.tree.map(lambda leaf: leaf[0], run(KEY, tree))
     flat = [
         np.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(t)])
@@ -73,7 +77,7 @@ def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
 
 def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
     leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-    arguments = resolve(method, topology, dq.Compression(**options))
+    arguments = resolve(dq.Compression(method, topology, **options))
     return sort_leaves(
         leaves, Axes(Axis("data", num_workers)), arguments, arguments.policy.methods(leaves)
     )

@@ -23,8 +23,9 @@ def form(request, data_mesh):
 
 def compressed(form, method):
     options = {"axis_name": "data"} | form.options
-    in_vmap = options.pop("vmap", False)
-    step = dq.compress(form.step, method=dataclasses.replace(OPTIONS, method=method), **options)
+    in_vmap, specs = options.pop("vmap", False), options.pop("specs", None)
+    compression = dataclasses.replace(OPTIONS, method=method, specs=specs)
+    step = dq.compress(form.step, method=compression, **options)
     in_map = jax.jit(jax.vmap(step, (None, 0, 0), axis_name="data")) if in_vmap else step
     return in_map, step
 

@@ -28,7 +28,7 @@ Local = Callable[[jax.Array, Any], Any]
 
 
 def summing(method: Method, topology: Any = "ring", axes: Any = "data", by: Any = dq.psum) -> Local:
-    return lambda key, tree: by(tree, axes, key=key, method=method, topology=topology)
+    return lambda key, tree: by(tree, axes, dq.Compression(method, topology), key=key)
 
 
 def scattering(method: Method, topology: str) -> Local:

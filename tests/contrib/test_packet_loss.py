@@ -1,5 +1,6 @@
 """Packet loss: the channel, the bytes that coordinates depend on, and laws of both exchanges."""
 
+import dataclasses
 import functools
 import math
 
@@ -259,7 +260,9 @@ def estimates(estimator, rate, num_workers, method="exact", number=4000):
     size = 16 * num_workers
     gradients = normal(num_workers, size) + 1
     channel = LossyChannel(rate=rate, packet_bytes=16)
-    of = lossy(channel=channel, estimator=estimator, method=method, options=EVERY_LEAF)
+    of = lossy(
+        channel=channel, estimator=estimator, method=dataclasses.replace(EVERY_LEAF, method=method)
+    )
     local = jax.vmap(
         lambda key, g: of.scatter_mean(g, key=key), axis_name="data", in_axes=(None, 0)
     )
@@ -308,7 +311,11 @@ def test_the_inverse_estimate_of_rows_in_several_packets():
 
     def local(key, g, rate):
         channel = LossyChannel(rate=rate, packet_bytes=192)
-        of = lossy(channel=channel, estimator="inverse", method="mxfp8", options=EVERY_LEAF)
+        of = lossy(
+            channel=channel,
+            estimator="inverse",
+            method=dataclasses.replace(EVERY_LEAF, method="mxfp8"),
+        )
         return of.scatter_mean(g, key=key)
 
     def of_all(key, rate):
@@ -434,7 +441,7 @@ def test_lost_packets_of_thc_leave_out_integers_before_they_are_rotated_back():
     """So the error of a lost row is spread over all rows of its block."""
     gradients = normal(8, 8 * 4096)
     channel = LossyChannel(rate=0.1, packet_bytes=128)
-    of = lossy(channel=channel, method="thc:block=4096", options=EVERY_LEAF)
+    of = lossy(channel=channel, method=dataclasses.replace(EVERY_LEAF, method="thc:block=4096"))
     found = simulated(lambda key, g: of.scatter_mean(g, key=key))(KEY, gradients)
     error = np.asarray(found).reshape(8, 16, 256) - np.asarray(gradients.mean(axis=0)).reshape(
         8, 16, 256
@@ -453,7 +460,7 @@ def test_lost_packets_of_thc_leave_out_integers_before_they_are_rotated_back():
 
 def test_what_is_not_finite_surfaces_where_it_arrives_and_only_there():
     gradients = normal(4, 4096).at[0, 2048:].set(jnp.nan)  # of owners 2 and 3
-    of = lossy(0.5, options=EVERY_LEAF)
+    of = lossy(0.5, method=dataclasses.replace(EVERY_LEAF, method="exact"))
     found = simulated(lambda key, g: of.scatter_mean(g, key=key))(KEY, gradients)
     is_nan = np.isnan(found).reshape(4, -1, FLOATS)
     assert not is_nan[:2].any()
@@ -470,7 +477,11 @@ def test_messages_of_dynamiq_lose_rows_and_no_others(together, low, high):
     """A row is that of the reduce-scatter, or the own one, whole. NaN enters with its row alone."""
     gradients = normal(2, 256 * 64).at[1, 256 * 8].set(jnp.nan)  # of owner 0
     channel = LossyChannel(rate=0.02, packet_bytes=64)
-    of = lossy(channel=channel, method=TWO_WIDTHS, rows_together=together, options=EVERY_LEAF)
+    of = lossy(
+        channel=channel,
+        rows_together=together,
+        method=dataclasses.replace(EVERY_LEAF, method=TWO_WIDTHS),
+    )
 
     def local(key, g):
         sums = dq.psum_scatter(

@@ -1,6 +1,7 @@
 """One process of test_agreement.py, and functions that trace collectives of a new name."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -111,7 +112,7 @@ def compressed(name: str, **arguments: Any) -> Any:
 Case = tuple[Callable[[str], Any], Callable[[str], Any], tuple[str, ...]]
 
 
-def options(**fields: Any) -> dq.Options:
+def options(**fields: Any) -> dq.Compression:
     return dq.Compression(**fields)
 
 
@@ -178,7 +179,7 @@ DISAGREEING: dict[str, Case] = {
         mean,
         {"method": options(bucket_bytes=2**20)},
         {"method": options(bucket_bytes=2**21)},
-        "options.bucket_bytes",
+        "compression.bucket_bytes",
         "1048576",
         "2097152",
     ),
@@ -186,7 +187,7 @@ DISAGREEING: dict[str, Case] = {
         mean,
         {"method": options(max_error=0.1)},
         {"method": options()},
-        "options.max_error",
+        "compression.max_error",
         "0.1",
         "None",
     ),
@@ -327,7 +328,9 @@ def special(rank: int, number: int) -> dict[str, Any]:
 
     def both(name: str) -> list[Any]:
         return [
-            on_mesh(functools.partial(mean, name, method="mxfp8", options=arguments))
+            on_mesh(
+                functools.partial(mean, name, method=dataclasses.replace(arguments, method="mxfp8"))
+            )
             for arguments in (options(check_agreement=False), options())
         ]
 

@@ -69,13 +69,13 @@ def on_mesh(fn, *, check_vma=True):
     return jax.jit(mapped)
 
 
-def reduce(g, **options):
-    return dq.psum(g, AXES, key=KEY, **{"method": TWO_WIDTHS, **options})
+def reduce(g, method=TWO_WIDTHS):
+    return dq.psum(g, AXES, method, key=KEY)
 
 
 @functools.cache
 def summed(topology, method):
-    return simulated(functools.partial(reduce, topology=topology, method=method))
+    return simulated(functools.partial(reduce, method=dq.Compression(method, topology)))
 
 
 @pytest.mark.sampled(3)

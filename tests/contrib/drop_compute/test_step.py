@@ -211,8 +211,7 @@ def test_meshes_of_two_axes(make, axes, kind):
     step = make(
         mesh=mesh,
         axis_name=axes,
-        method=ErrorFeedback(inner=STOCHASTIC),
-        options=dq.Compression(exact_below=0),
+        method=dq.Compression(ErrorFeedback(inner=STOCHASTIC), exact_below=0),
         clock=SimulatedClock(latencies),
         threshold=threshold,
     )
@@ -254,7 +253,7 @@ def test_weights_make_it_the_mean_over_targets(make):
 @pytest.mark.slow
 def test_a_compressed_mean_has_the_error_of_its_method(make):
     threshold = float(np.median(table().times.cumsum(-1)[0]))
-    step = make(threshold=threshold, method="dynamiq:5", options=dq.Compression(exact_below=0))
+    step = make(threshold=threshold, method=dq.Compression("dynamiq:5", exact_below=0))
     _, state = step.step(data(), step.init(params()))
     done = replay(table().times[:1].cumsum(-1), threshold, 1, 0).done[0]
     change = params()["w"].astype(np.float64) - np.asarray(state.params["w"])
