@@ -116,7 +116,7 @@ def resolve_method(method: Method | str) -> Method:
     known = known_methods()
     wrapper, plus, inner = method.rpartition("+") if isinstance(method, str) else ("", "", "")
     if naming.head(inner) in known and (wrapper in WRAPPERS or not plus):
-        hint = " A topology is an argument of its own: topology='ring'."
+        hint = " A topology is one for all leaves: dq.Compression(topology='ring')."
         made: Method = naming.make("method", inner, known, hint, {"inner": resolve_method})
         try:
             return WRAPPERS[wrapper](inner=made) if plus else made

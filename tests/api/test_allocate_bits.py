@@ -150,11 +150,10 @@ def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
         str(n): heavy_tailed(n, (size,), spread=1, scale=2.0 ** octaves[n])
         for n, size in enumerate(sizes)
     } | {"norm": np.ones(300, np.float32), "count": np.arange(3)}
-    arguments = {"method": dataclasses.replace(APART, topology=topology)}
-    method = dq.DynamiQ(bits=bits)
-    found = dq.allocate_bits(tree, axis_size=axis_size, method=method, **arguments)
-    ours = dq.wire_report(tree, axis_size, method=found.policy, **arguments)
-    theirs = dq.wire_report(tree, axis_size, method=method, **arguments)
+    given = dataclasses.replace(APART, method=dq.DynamiQ(bits=bits), topology=topology)
+    found = dq.allocate_bits(tree, axis_size=axis_size, method=given)
+    ours = dq.wire_report(tree, axis_size, found.compression)
+    theirs = dq.wire_report(tree, axis_size, given)
     assert ours.bytes_per_worker == found.bytes_per_worker
     assert theirs.bytes_per_worker == found.uniform_bytes
     assert ours.bytes_per_worker <= theirs.bytes_per_worker
@@ -165,7 +164,7 @@ def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
     by_path = {leaf.path: leaf for leaf in ours.leaves}
     for pattern, one in found.bits.items():
         leaf = by_path[pattern.strip("^$")]
-        assert leaf.method == dataclasses.replace(method, bits=one)
+        assert leaf.method == dq.DynamiQ(bits=one)
     assert by_path["norm"].method is None and by_path["count"].method is None
 
 
@@ -214,9 +213,9 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "c": heavy_tailed(0, (size,)),
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
-    arguments = {"method": dq.Compression(bucket_bytes=8 * size, bucketing="in_order")}
-    found = dq.allocate_bits(tree, axis_size=2, **arguments)
-    report = dq.wire_report(tree, 2, method=found.policy, **arguments)
+    given = dq.Compression(bucket_bytes=8 * size, bucketing="in_order")
+    found = dq.allocate_bits(tree, axis_size=2, method=given)
+    report = dq.wire_report(tree, 2, found.compression)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
 
 

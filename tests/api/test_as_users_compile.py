@@ -122,7 +122,6 @@ def scattered(mesh: Mesh, **arguments: Any) -> Program:
 
 def gathered(mesh: Mesh, **arguments: Any) -> Program:
     """The gradients of all workers, side by side on each of them."""
-    del arguments["topology"]  # sends to all in any case
 
     def local(key: jax.Array, rows: Any) -> Any:
         return {

@@ -345,9 +345,9 @@ def test_a_state_covers_the_buckets_that_the_options_make(options, method, sizes
     (
         {"method": "ef+blockint:8"},
         {"method": lambda path, leaf: FEEDBACK},
-        {"method": dq.Compression(topology="butterfly")},
+        {"method": dq.Compression(FEEDBACK, "butterfly")},
         {"seed": 5},
-        {"method": dq.Compression(unrolled_buckets=0)},
+        {"method": dq.Compression(FEEDBACK, unrolled_buckets=0)},
     ),
     ids=lambda arguments: min(arguments),
 )

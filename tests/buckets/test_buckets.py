@@ -65,7 +65,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
         jax.ShapeDtypeStruct((slices, -(-size // slices)), dtype)
         for size, dtype in zip(sizes, kinds, strict=False)
     ]
-    arguments = resolve("dynamiq", "ring", in_order(bucket_bytes=bucket_bytes))
+    arguments = resolve(in_order(bucket_bytes=bucket_bytes))
     plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     assert plan.exact == ()
     covered = {index: [] for index in range(len(leaves))}
@@ -99,7 +99,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
 
 def test_parts_of_a_large_leaf_are_alike():
     width = 2**14
-    arguments = resolve("dynamiq", "ring", in_order(bucket_bytes=4 * 5 * width))
+    arguments = resolve(in_order(bucket_bytes=4 * 5 * width))
 
     def sizes(slices: int) -> list[int]:
         leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
@@ -252,10 +252,10 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     """As many as the options ask for, and together they send the bytes of the report."""
     leaves = dict.fromkeys("abcd", jax.ShapeDtypeStruct((8192,), jnp.float32))
     tree = dict.fromkeys("abcd", jax.ShapeDtypeStruct((4, 8192), jnp.float32))
-    collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, method="bf16")
+    collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY)
     whole = 8192 * (16 if name == "all_gather" else 4)  # bytes of a leaf in a bucket
     for bucket_bytes, count in ((1, 4), (2 * whole, 2), (1 << 30, 1)):
-        options = in_order(bucket_bytes=bucket_bytes)
+        options = dataclasses.replace(in_order(bucket_bytes=bucket_bytes), method="bf16")
         text = compiled(data_mesh(4), tree, functools.partial(collective, method=options))
         found = collectives(text)
         of_loops = [c for c in found if c.kind == "collective-permute" and c.looped]
@@ -263,7 +263,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
         assert len(of_loops) == (0 if name == "all_gather" else count)
         assert len(gathers) == (0 if name == "psum_scatter" else count)
         if name == "pmean":
-            report = dq.wire_report(leaves, 4, method=dataclasses.replace(options, method="bf16"))
+            report = dq.wire_report(leaves, 4, options)
             assert sum(c.sent_bytes(4) for c in found) == report.bytes_per_worker
 
 
@@ -331,11 +331,10 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
 
     def counts(names):
         def fn(tree):
-            options = in_order(bucket_bytes=1)
-            arguments = {"method": dataclasses.replace(options, method=Sorting())}
-            if name != "all_gather":
-                arguments["topology"] = "all_to_all"
-            result = COLLECTIVES[name](tree, "data", key=KEY, **arguments)
+            method = dataclasses.replace(
+                in_order(bucket_bytes=1), method=Sorting(), topology="all_to_all"
+            )
+            result = COLLECTIVES[name](tree, "data", method, key=KEY)
             return [result[leaf] for leaf in names]
 
         text = compiled(data_mesh(2), tree, fn)
@@ -390,7 +389,7 @@ def test_options_are_a_frozen_value_of_keywords():
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.exact_below = 6
     with pytest.raises(TypeError, match="positional"):
-        dq.Compression(True)
+        dq.Compression("exact", "ring", 5)
 
 
 def test_sizes_may_be_numpy_integers():

@@ -159,9 +159,8 @@ def test_methods_that_use_shapes_take_leaves_as_they_are():
 
 def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
     leaves = [jax.ShapeDtypeStruct((2 * LEAF,), dtype) for dtype in (jnp.float32, jnp.bfloat16) * 2]
-    arguments = resolve(
-        {"3": "dynamiq:4", ".*": "dynamiq"}, "ring", dq.Compression(bucket_bytes=4 * LEAF)
-    )
+    policy = {"3": "dynamiq:4", ".*": "dynamiq"}
+    arguments = resolve(dq.Compression(policy, bucket_bytes=4 * LEAF))
     plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
     # One bucket holds all of a leaf of 2-byte numbers.
     assert [bucket.leaves for bucket in plan.buckets] == [(0, 2)] * 4 + [(1,), (3,)]

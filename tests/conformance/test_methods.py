@@ -233,20 +233,14 @@ def halves(name: str):
     and for float32 to the sum itself.
     """
     method = TWO_WIDTHS if name == "dynamiq" else CASES[name]
-    options = {"method": dq.Compression(method, exact_below=0)}
+    direct = dq.Compression(method, "all_to_all", exact_below=0)
 
     def local(key, g):
-        part = dq.psum_scatter(
-            g, "data", key=key, tiled=True, method=dq.Compression(topology="all_to_all"), **options
-        )
-        whole = dq.all_gather(part, "data", key=key, tiled=True, **options)
+        part = dq.psum_scatter(g, "data", direct, key=key, tiled=True)
+        whole = dq.all_gather(part, "data", direct, key=key, tiled=True)
         if g.dtype == jnp.bfloat16:
             return part, whole, None
-        return (
-            part,
-            whole,
-            dq.psum(g, "data", key=key, method=dq.Compression(topology="all_to_all"), **options),
-        )
+        return part, whole, dq.psum(g, "data", direct, key=key)
 
     return simulated(local)
 

@@ -204,8 +204,8 @@ def test_errors_of_encode():
         method="topk_chunked",
     )
     refused(ValueError, r"ErrorFeedback.* carries state", method="ef+dynamiq:3")
-    refused(ValueError, "bucketing='striped'", options=dq.Compression(bucketing="striped"))
-    refused(ValueError, "max_error=0.1 limits", options=dq.Compression(max_error=0.1))
+    refused(ValueError, "bucketing='striped'", method=dq.Compression(bucketing="striped"))
+    refused(ValueError, "max_error=0.1 limits", method=dq.Compression(max_error=0.1))
     refused(ValueError, "cannot be in a message", [np.float32(1)], method="topk_chunked")
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])

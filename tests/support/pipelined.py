@@ -11,13 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training import Pipelined, PipelinedState
 from tests.support.workers import STOCHASTIC
 
 WORKERS, ROWS, WIDTH = 4, 4, 32
 LAYERS = ("1", "2", "3")
 BUCKETS = dq.Compression(
-    bucket_bytes=4 * WIDTH * WIDTH, bucketing="in_order"
+    topology=Ring(unroll=True), bucket_bytes=4 * WIDTH * WIDTH, bucketing="in_order"
 )  # one for each matrix; biases stay exact
 NORM_BYTES = 4 * 2 * (WORKERS - 1) / WORKERS
 

@@ -440,7 +440,7 @@ def test_a_state_of_other_parameters_is_refused():
     (
         {"every": 7},
         {"mixing": 0.5},
-        {"method": dq.Compression(topology="butterfly")},
+        {"method": dq.Compression("ef+bf16", "butterfly")},
         {"seed": 3},
         {"method": "ef+mxfp8"},
         {"outer": optax.sgd(0.1, momentum=0.5)},

@@ -21,6 +21,7 @@ from dynamiq_jax.training import Pipelined, PipelinedUpdate
 from tests.support.hlo import collectives
 from tests.support.pipelined import (
     ADAMW,
+    BUCKETS,
     CLIPPED_SGD,
     LAYERS,
     NORM_BYTES,
@@ -83,7 +84,9 @@ def test_it_is_ordinary_training_with_exact_means(data_mesh, optimizer, clip_nor
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "fields", ({}, {"method": dq.Compression(topology="all_to_all")}), ids=("ring", "all_to_all")
+    "fields",
+    ({}, {"options": dataclasses.replace(BUCKETS, topology="all_to_all")}),
+    ids=("ring", "all_to_all"),
 )
 def test_it_sends_what_is_reported(data_mesh, fields):
     """And the norm, of 4 bytes, where gradients are clipped. Nothing runs under a loop."""
@@ -107,7 +110,11 @@ def test_it_sends_what_is_reported(data_mesh, fields):
 
 def test_an_update_waits_for_its_own_bucket_and_those_before_it(data_mesh):
     """It needs no gather of a bucket behind. Scatters are in the other order."""
-    run = Run(data_mesh(WORKERS), method="bf16", topology="all_to_all")
+    run = Run(
+        data_mesh(WORKERS),
+        method="bf16",
+        options=dataclasses.replace(BUCKETS, topology="all_to_all"),
+    )
 
     def count(function, *args):
         return len(collectives(jax.jit(function).lower(*args).compile().as_text()))
@@ -241,7 +248,9 @@ def test_shards_of_a_model_travel_alone(data_mesh):
 
     _, plain, args = run(data_mesh(2), None)
     pipelined, sharded, sharded_args = run(mesh, split)
-    plain_pipelined = dataclasses.replace(pipelined, specs=None)
+    plain_pipelined = dataclasses.replace(
+        pipelined, method=dataclasses.replace(pipelined.method, specs=None)
+    )
     expected, found = plain(*args), sharded(*sharded_args)
     close(found, expected)
     np.testing.assert_allclose(found.gradient_norm, expected.gradient_norm, rtol=1e-5)

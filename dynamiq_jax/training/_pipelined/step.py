@@ -42,6 +42,13 @@ from pallas_kernels._jax.dependencies import never
 P = PartitionSpec
 Value = TypeVar("Value")
 
+_UNDER_COMPUTATION = Compression(
+    DynamiQ(rounding="correlated"),
+    Ring(unroll=True),
+    bucket_bytes=25 * 2**20,
+    unrolled_buckets=64,
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
 class Pipelined:
@@ -74,15 +81,10 @@ class Pipelined:
     # optax.clip_by_global_norm, all updates wait for the last bucket: use `clip_norm` instead.
     optimizer: optax.GradientTransformation
     axis_name: AxisName  # axis of the slow link, or several axes, the slowest first; see `psum`
-    # Method without state that compresses chunks. Unlike in `all_gather`, the default rounds
-    # without bias in both halves.
-    # The topology is that of the first half; nothing runs under a loop.
-    method: Choice = Compression(
-        DynamiQ(rounding="correlated"),
-        Ring(unroll=True),
-        bucket_bytes=25 * 2**20,
-        unrolled_buckets=64,
-    )
+    # Without state, and of chunks. Unlike in `all_gather`, the default rounds without bias in both
+    # halves. Its topology, that of the first half, is a ring without a loop, under which nothing
+    # runs, and its buckets have 25 MiB, which a method or name alone keeps.
+    method: Choice = _UNDER_COMPUTATION
     # Largest global norm of the mean gradient, which is scaled down to it; None for no limit. The
     # norm is computed from the shards, before the gather. It is exact but for the compression of
     # the second half.
@@ -308,7 +310,10 @@ class Pipelined:
     @property
     def _request(self) -> Request:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
-        return resolve(self.method, settings=settings)
+        method = self.method
+        if not isinstance(method, Compression):
+            method = dataclasses.replace(_UNDER_COMPUTATION, method=method)
+        return resolve(method, settings=settings)
 
     def _plan(self, tree: Any) -> tuple[Plan, tuple[Array, ...]]:
         collective = ScatterMean(find_axes(self.axis_name))
