@@ -99,14 +99,14 @@ class Policy:
             else:
                 if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
                     raise ValueError(
-                        f"method={self._spelled():.200} has no pattern for the leaf {path!r}. Add one, "
-                        "or '.*' as the last one, for all leaves that are left."
+                        f"method={self._spelled():.200} has no pattern for the leaf {path!r}. Add "
+                        "one, or '.*' as the last one, for all leaves that are left."
                     )
                 chosen.append(None)
         if paths and unused and self.all_used:
             raise ValueError(
-                f"method={self._spelled():.200}: no leaf is left for {sorted(unused)!r:.200}. Patterns "
-                f"before may match them, or there is no such leaf among {list(paths)!r:.400}. "
+                f"method={self._spelled():.200}: no leaf is left for {sorted(unused)!r:.200}. "
+                f"Patterns before may match them, or there is no such leaf among {list(paths)!r:.400}. "
                 "Correct the pattern, or remove it."
             )
         return chosen
