@@ -36,12 +36,19 @@ APART = ("bucket_bytes", 1), ("bucketing", "in_order")  # a bucket for each leaf
 KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce-scatter")
 
 
-def call_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """Spell options as keywords or, where the function takes one, as a `dq.Options`."""
-    if options and "options" in inspect.signature(function).parameters:
-        known = {field.name for field in dataclasses.fields(dq.Options)}
-        return {"options": dq.Compression(**{n: v for n, v in options.items() if n in known})}
-    return options
+def choice_of(
+    function: Callable[..., Any], method: Any, topology: Any, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Spell a choice as this version of the library takes it: one value, or several keywords."""
+    kind = getattr(dq, "Compression", None) or dq.Options
+    known = {field.name for field in dataclasses.fields(kind)}
+    fields = {name: value for name, value in options.items() if name in known}
+    if hasattr(dq, "Compression"):
+        return {"method": dq.Compression(method, topology, **fields)}
+    if fields and "options" in inspect.signature(function).parameters:
+        fields = {"options": kind(**fields)}
+    routed = {"topology": topology} if function is not dq.all_gather else {}
+    return {"method": method, **routed, **fields}
 
 
 # By name, so that a method may move from one package to another.
@@ -214,13 +221,10 @@ def reduce(case: Case, mine: Any, axes: Any, options: dict[str, Any]) -> Any:
     function, method = getattr(dq, name), METHODS[case.method]
     exact = options.get("exact leaf")
     options = {name: value for name, value in options.items() if name != "exact leaf"}
-    if exact and "mask" in inspect.signature(dq.Options).parameters:
-        options["mask"] = {name: name != exact for name in mine}
-    elif exact:
+    if exact:
         method = {f"^{exact}$": _left_to_jax(), ".*": method}
-    arguments = {"method": method} | call_options(function, **options)
-    if name != "all_gather":
-        arguments["topology"] = TOPOLOGIES.get(case.topology, case.topology)
+    topology = TOPOLOGIES.get(case.topology, case.topology)
+    arguments = choice_of(function, method, topology, options)
     if name == "all_reduce_gradients":
         transformation = function(axes, seed=3, **arguments)
         state, results = transformation.init(mine), []

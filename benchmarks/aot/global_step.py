@@ -101,10 +101,10 @@ def compile_for_tpu(form: str) -> tuple[Mesh, str]:
 
 
 def _step(form: str, mesh: Mesh, method: Any) -> tuple[Any, Any]:
-    how = {"method": method, "topology": TOPOLOGY, "options": OPTIONS}
+    compression = dataclasses.replace(OPTIONS, method=method, topology=TOPOLOGY)
     step = jax.jit(MODEL.step(), donate_argnums=(0, 1))
     if form == "dq.compress":
-        step = dq.compress(step, "data", **how)
+        step = dq.compress(step, "data", compression)
     return step, MODEL.arguments(mesh, ROWS, LENGTH)
 
 

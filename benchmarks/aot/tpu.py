@@ -63,7 +63,7 @@ class SumProgram:
     dtype: str = "float32"
     in_slices: bool = False  # exactly inside slices, compressed between them
     times: int = 1  # size of the bucket, over that of the options; large ones are several buckets
-    options: dq.Options | None = None
+    options: dq.Compression | None = None
 
 
 KERNELS = "dynamiq:5"
@@ -185,9 +185,7 @@ def examine(
         if one.method is None:
             return lax.psum(values, names)
         key = jax.random.wrap_key_data(key_data)
-        return dq.psum(
-            values, names, key=key, method=dq.Compression(one.method, one.topology), **_options(one)
-        )
+        return dq.psum(values, names, key=key, method=_compression(one))
 
     mesh, size = tpu.mesh(topology, slices, axes), config.size * one.times
     program = tpu.compile_for(
@@ -271,14 +269,14 @@ def _sent(one: SumProgram, size: int, axes: dict[str, int]) -> int:
     report = dq.wire_report(
         jax.ShapeDtypeStruct((size,), one.dtype),
         tuple(axes.values()) if len(axes) > 1 else next(iter(axes.values())),
-        method=dq.Compression(one.method or "exact", one.topology),
-        **_options(one),
+        method=_compression(one),
     )
     return report.bytes_per_worker
 
 
-def _options(one: SumProgram) -> dict[str, dq.Options]:
-    return {} if one.options is None else {"options": one.options}
+def _compression(one: SumProgram) -> dq.Compression:
+    options = one.options or dq.Compression()
+    return dataclasses.replace(options, method=one.method or "exact", topology=one.topology)
 
 
 def kernel_table(topology: str, kernels: dict[str, dict[str, Any]]) -> Table:

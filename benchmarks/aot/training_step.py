@@ -19,7 +19,6 @@ import dynamiq_jax as dq
 from benchmarks.aot.transfers import transfers_of
 from benchmarks.error.plain_tables import print_table
 from benchmarks.gpu import h200_model as h200
-from dynamiq_jax.topologies import resolve_topology
 
 TOPOLOGIES = (
     "exact",
@@ -146,13 +145,13 @@ def _layer(x: jax.Array, matrices: Sequence[jax.Array]) -> jax.Array:
 def _step(case: Case) -> Any:
     arguments: dict[str, Any] = {}
     if case.topology != "exact":
-        arguments = {
-            "method": dq.DynamiQ(implementation="triton"),
-            "topology": resolve_topology(case.topology),
-            "options": dq.Compression(
-                bucket_bytes=case.matrices * _MATRIX_BYTES, bucketing="in_order"
-            ),
-        }
+        compression = dq.Compression(
+            dq.DynamiQ(implementation="triton"),
+            case.topology,
+            bucket_bytes=case.matrices * _MATRIX_BYTES,
+            bucketing="in_order",
+        )
+        arguments = {"method": compression}
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for matrices in params:

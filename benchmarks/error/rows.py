@@ -62,7 +62,7 @@ class Config:
     """Topologies."""
 
     bucketings: tuple[str, ...] = ("in_order", "striped")
-    """How leaves are put into buckets, as in dq.Options."""
+    """How leaves are put into buckets, as in dq.Compression."""
 
     workers: tuple[int, ...] = (2, 8, 16, 64)
     """Numbers of workers."""
@@ -84,13 +84,13 @@ class Config:
 class Bucketed(Setting):
     """A setting with options of its own."""
 
-    options: dq.Options = dataclasses.field(default_factory=dq.Options)
+    options: dq.Compression = dataclasses.field(default_factory=dq.Compression)
 
     def all_reduce(self, tree: Any, axis_name: str, key: Array) -> Any:
         """Sum float32 arrays over an axis."""
         assert self.method is not None and self.topology is not None
-        setting = {"method": self.method, "topology": self.topology, "options": self.options}
-        return dq.psum(tree, axis_name, key=key, **setting)
+        compression = dataclasses.replace(self.options, method=self.method, topology=self.topology)
+        return dq.psum(tree, axis_name, compression, key=key)
 
 
 @benchmark(NAME)

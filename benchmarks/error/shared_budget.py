@@ -26,7 +26,7 @@ from dynamiq_jax._measurement.simulate import make_devices
 from dynamiq_jax.methods import Method
 
 Tree = Any  # of arrays [workers, *shape]
-Form = Callable[[Tree, int, float, int], tuple[Any, dq.Options]]
+Form = Callable[[Tree, int, float, int], tuple[Any, dq.Compression]]
 
 _WIDTH, _MLP, _HEADS, _SHARED_HEADS = 576, 1536, 9, 3  # of SmolLM2-135M
 _LAYERS, _VOCABULARY = 30, 49152
@@ -61,23 +61,31 @@ class Case:
 # ----------------------------------------------------------------------------------------- forms
 
 
-def joint(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
+def joint(
+    tree: Tree, workers: int, bits: float, bucket_bytes: int
+) -> tuple[Method, dq.Compression]:
     """Return the method and options of one bucket for everything."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // workers
     return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=size)
 
 
-def in_order(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
+def in_order(
+    tree: Tree, workers: int, bits: float, bucket_bytes: int
+) -> tuple[Method, dq.Compression]:
     """Return the method and options of buckets of the same bits."""
     return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=bucket_bytes, bucketing="in_order")
 
 
-def striped(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Method, dq.Options]:
+def striped(
+    tree: Tree, workers: int, bits: float, bucket_bytes: int
+) -> tuple[Method, dq.Compression]:
     """Return the method and options of buckets with a like share of every leaf."""
     return dq.DynamiQ(bits=bits), dq.Compression(bucket_bytes=bucket_bytes, bucketing="striped")
 
 
-def allocated(tree: Tree, workers: int, bits: float, bucket_bytes: int) -> tuple[Any, dq.Options]:
+def allocated(
+    tree: Tree, workers: int, bits: float, bucket_bytes: int
+) -> tuple[Any, dq.Compression]:
     """Return the policy of the gradients of one worker, and options."""
     method, options = in_order(tree, workers, bits, bucket_bytes)
     of_one = jax.tree.map(lambda leaf: leaf[0], tree)
@@ -179,7 +187,7 @@ def _lognormal(size: int, octaves: float, rng: np.random.Generator) -> NDArray:
 # ------------------------------------------------------------------------------------- measuring
 
 
-def vnmse(tree: Tree, truth: Tree, method: Any, options: dq.Options) -> float:
+def vnmse(tree: Tree, truth: Tree, method: Any, options: dq.Compression) -> float:
     """Return the vNMSE of the mean, with every worker on a virtual device."""
     workers = len(jax.tree.leaves(tree)[0])
     mesh = make_mesh(jax.devices()[:workers])

@@ -81,7 +81,7 @@ class Config:
     """ring, butterfly, all_to_all."""
 
     bucketing: Literal["auto", "striped", "in_order"] = "auto"
-    """How leaves are put into buckets, as in dq.Options: striped on the ring by default, and in
+    """How leaves are put into buckets, as in dq.Compression: striped on the ring by default, and in
     order on topologies that overlap with the backward pass."""
 
     workers: tuple[int, ...] = (8,)
@@ -174,15 +174,16 @@ def measured(
     stacked: dict[str, Array], mean: dict[str, NDArray], row: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the errors of one all-reduce, and its bits for each coordinate."""
-    workers, options = row["workers"], dq.Compression(bucketing=row["bucketing"])
-    setting: dict[str, Any] = {"topology": row["topology"], "options": options}
+    workers = row["workers"]
+    given = dq.Compression(topology=row["topology"], bucketing=row["bucketing"])
     if row["method"].startswith(ALLOCATED):
         own = {name: leaf.addressable_data(0)[0] for name, leaf in stacked.items()}  # of worker 0
         base = row["method"].removeprefix(ALLOCATED)
-        method = dq.allocate_bits(own, axis_size=workers, method=base, **setting).policy
+        equal = dataclasses.replace(given, method=base)
+        setting = dq.allocate_bits(own, axis_size=workers, method=equal).compression
     else:
         method = POLICIES.get(row["method"], row["method"])
-    setting["method"] = method
+        setting = dataclasses.replace(given, method=method)
     found = reduced(stacked, make_mesh(jax.devices()[:workers]), row["seed"], setting)
     squares = {name: float(np.sum((found[name] - mean[name]) ** 2)) for name in mean}
     norms = {name: float(np.sum(exact**2)) for name, exact in mean.items()}
@@ -196,7 +197,7 @@ def measured(
         if (layer := layer_of(name)) is not None:
             of_layer.setdefault(str(layer), []).append(name)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in mean.items()}
-    report = dq.wire_report(shapes, workers, **setting)
+    report = dq.wire_report(shapes, workers, setting)
     size = sum(leaf.size for leaf in mean.values())
     return {
         "bits": 8 * report.bytes_per_worker / (2 * (workers - 1) / workers * size),
@@ -211,16 +212,16 @@ def measured(
 
 
 def reduced(
-    stacked: dict[str, Array], mesh: Mesh, seed: int, setting: dict[str, Any]
+    stacked: dict[str, Array], mesh: Mesh, seed: int, setting: dq.Compression
 ) -> dict[str, NDArray]:
     """Return the mean that all workers get, in the memory of one of them."""
 
     def local(tree: dict[str, Array]) -> dict[str, Array]:
         own = {name: leaf[0] for name, leaf in tree.items()}
-        method = setting["method"]
-        if isinstance(method, dict) or not dq.methods.resolve_method(method).is_stateful:
-            return dq.pmean(own, AXIS, key=jax.random.key(seed), **setting)
-        reduce = dq.all_reduce_gradients(AXIS, seed=seed, **setting)
+        method = setting.method
+        if not (isinstance(method, dq.methods.Method) and method.is_stateful):
+            return dq.pmean(own, AXIS, setting, key=jax.random.key(seed))
+        reduce = dq.all_reduce_gradients(AXIS, setting, seed=seed)
         return reduce.update(own, reduce.init(own))[0]  # the first step
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P()))

@@ -91,7 +91,7 @@ def which_method() -> str:
         ],
         [
             "any, the safe choice: BF16 on the wire, one float32 sum",
-            '`"bf16"` with `topology="all_to_all"`',
+            '`"bf16:all_to_all"`',
             "{} bits a coordinate; vNMSE of made-up gradients {} with 8 workers and {} with 16, "
             "where a ring has {} and {}".format(*_safe()),
         ],

@@ -106,8 +106,8 @@ class Policy:
         if paths and unused and self.all_used:
             raise ValueError(
                 f"method={self._spelled():.200}: no leaf is left for {sorted(unused)!r:.200}. "
-                f"Patterns before may match them, or there is no such leaf among {list(paths)!r:.400}. "
-                "Correct the pattern, or remove it."
+                "Patterns before may match them, or there is no such leaf among "
+                f"{list(paths)!r:.400}. Correct the pattern, or remove it."
             )
         return chosen
 

@@ -24,8 +24,8 @@ class TuneBuckets:
     STEP names a function of the bucket size in bytes that returns a function of one training step:
 
       def make_step(bucket_bytes):
-          options = dq.Compression(bucket_bytes=bucket_bytes)
-          pipelined = dq.training.Pipelined(optimizer=..., axis_name="data", options=options)
+          method = dq.Compression(bucket_bytes=bucket_bytes)
+          pipelined = dq.training.Pipelined(optimizer=..., axis_name="data", method=method)
           ...
           def run():                      # takes one step, and returns something to wait for
               nonlocal state

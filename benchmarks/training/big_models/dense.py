@@ -93,7 +93,7 @@ def _loss(matrices: list[Array], x: Array) -> Array:
 
 
 def _gradients(
-    form: str, mesh: Any, specs: list[PartitionSpec], options: dq.Options
+    form: str, mesh: Any, specs: list[PartitionSpec], options: dq.Compression
 ) -> Callable[..., list[Array]]:
     """Return a function of matrices and rows to mean gradients."""
     grad_fn = jax.grad(_loss)

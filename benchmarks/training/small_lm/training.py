@@ -71,9 +71,9 @@ def data_parallel(
       setting: how to average gradients.
     """
     loss_fn = loss_of(structure)
-    arguments: dict[str, Any] = {"method": setting.method, "topology": setting.topology}
+    choice = dq.Compression(setting.method or "exact", setting.topology)
     keeps_state = setting.method is not None and setting.method.is_stateful
-    reduce = dq.all_reduce_gradients("data", **arguments) if keeps_state else None
+    reduce = dq.all_reduce_gradients("data", choice) if keeps_state else None
 
     def init(params):
         compression = reduce.init(params) if reduce else ()
@@ -91,7 +91,7 @@ def data_parallel(
         elif reduce:
             grads, compression = reduce.update(grads, compression)
         else:
-            grads = dq.pmean(grads, "data", key=key, **arguments)
+            grads = dq.pmean(grads, "data", choice, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return params, (compression, opt_state), jax.lax.pmean(loss, "data")
