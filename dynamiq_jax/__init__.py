@@ -18,7 +18,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax import methods, topologies, training
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
-    from dynamiq_jax._api.allocate_bits import BitAllocation, allocate_bits
+    from dynamiq_jax._api.allocate_bits import allocate_bits
     from dynamiq_jax._api.compress import compress
     from dynamiq_jax._api.decode import decode
     from dynamiq_jax._api.encode import encode
@@ -26,28 +26,22 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.psum import pmean, psum
     from dynamiq_jax._api.psum_scatter import psum_scatter
     from dynamiq_jax._api.vnmse import vnmse
-    from dynamiq_jax._api.wire_report import LeafReport, WireReport, wire_report
+    from dynamiq_jax._api.wire_report import WireReport, wire_report
     from dynamiq_jax._inputs.compression import Compression
     from dynamiq_jax._inputs.schedule import Schedule
-    from dynamiq_jax._inspection.inspection import Inspection
     from dynamiq_jax._inspection.step import inspect
     from dynamiq_jax._rewriting.compressed_step import CompressedStep
     from dynamiq_jax._rewriting.sums import Sum
     from dynamiq_jax.messages import Message
-    from dynamiq_jax.methods import BF16, DynamiQ, Exact
+    from dynamiq_jax.methods import DynamiQ
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "BF16",
     "AllReduceState",
-    "BitAllocation",
     "CompressedStep",
     "Compression",
     "DynamiQ",
-    "Exact",
-    "Inspection",
-    "LeafReport",
     "Message",
     "Schedule",
     "Sum",

@@ -1,4 +1,4 @@
-"""Figures of how_it_works.md and recipes/compress.md, drawn from the library itself.
+"""Figures of the README, how_it_works.md and recipes/compress.md, drawn from the library itself.
 
 python -m docs.scripts.figures
 """
@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 
 import dynamiq_jax as dq
 from docs.scripts.compressed_step import compressed_step
+from docs.scripts.first_figure import first_figure
 from dynamiq_jax._core import Axis, LocalChunks, RecodedChunks
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from pallas_kernels import operations
@@ -161,7 +162,7 @@ def main() -> None:
     """Draw all figures."""
     plt.switch_backend("agg")
     with plt.rc_context(STYLE):
-        for draw in (levels, allocation, ring, rounding, error, compressed_step):
+        for draw in (levels, allocation, ring, rounding, error, compressed_step, first_figure):
             figure = draw()
             figure.savefig(FIGURES / f"{draw.__name__}.svg", metadata={"Date": None})
             plt.close(figure)

@@ -90,7 +90,7 @@ class EF21M(Feedback):
 
     >>> import jax, jax.numpy as jnp
     >>> import dynamiq_jax as dq
-    >>> method = EF21M(inner=dq.contrib.ARCTopK(inner=dq.Exact(), bits=4.0))
+    >>> method = EF21M(inner=dq.contrib.ARCTopK(inner=dq.methods.Exact(), bits=4.0))
     >>> reduce = dq.all_reduce_gradients("data", method=method)
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 128, 64))
     >>> state = jax.jit(jax.vmap(reduce.init, axis_name="data"))(gradients)
@@ -113,9 +113,9 @@ class EF21M(Feedback):
             raise ValueError(
                 f"inner={self.inner!r} rounds partial sums, or does not return what it applied. "
                 "The sum that dq.contrib.EF21M keeps would drift away from what workers applied. "
-                "Give dq.Exact(), dq.contrib.THC(), or a method around one of them, such as "
-                "dq.contrib.ARCTopK(inner=dq.Exact()); or use dq.methods.ErrorFeedback, which "
-                "takes any method."
+                "Give dq.methods.Exact(), dq.contrib.THC(), or a method around one of them, such "
+                "as dq.contrib.ARCTopK(inner=dq.methods.Exact()); or use "
+                "dq.methods.ErrorFeedback, which takes any method."
             )
 
     @override

@@ -15,7 +15,9 @@ class Feedback(Method):
 
     def __post_init__(self):
         if not isinstance(self.inner, Method):
-            raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
+            raise ValueError(
+                f"inner={self.inner!r} is not a method. Give one, such as dq.methods.BF16()."
+            )
         if isinstance(self.inner, Feedback):
             raise ValueError(
                 f"inner={self.inner!r} already keeps what it leaves out: nothing would be left to "

@@ -49,11 +49,13 @@ class PowerSGD(Method):
     def __post_init__(self):
         check_integer("rank", self.rank, 1)
         if not isinstance(self.inner, Method):
-            raise ValueError(f"inner={self.inner!r} is not a method. Give one, such as dq.BF16().")
+            raise ValueError(
+                f"inner={self.inner!r} is not a method. Give one, such as dq.methods.BF16()."
+            )
         if self.inner.is_stateful:
             raise ValueError(
                 f"inner={self.inner!r} carries state, and each step sends two messages. Give a "
-                "method without, such as dq.BF16()."
+                "method without, such as dq.methods.BF16()."
             )
 
     @property
@@ -103,7 +105,7 @@ class PowerSGD(Method):
             if call.feedback and reduced.applied is None:
                 raise ValueError(
                     f"inner={self.inner!r} does not return the values that it applied, which error "
-                    "feedback needs. Give one that does, such as dq.BF16()."
+                    "feedback needs. Give one that does, such as dq.methods.BF16()."
                 )
             return [reduced.total] + ([] if reduced.applied is None else [reduced.applied])
 

@@ -60,7 +60,7 @@ class SparseBlocks(Method):
         if not isinstance(self.inner, ChunkedMethod):
             raise ValueError(
                 f"inner={self.inner!r} cannot sum blocks: it is not a method of one round without "
-                "state. Give one, such as dq.BF16() or dq.Exact()."
+                "state. Give one, such as dq.methods.BF16() or dq.methods.Exact()."
             )
         check_integer("block_size", self.block_size, 1)
 

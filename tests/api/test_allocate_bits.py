@@ -276,7 +276,7 @@ def test_other_fields_and_other_methods_of_a_policy_stay(groups):
     bits = dict(zip("cd", found.bits.values(), strict=True))
     report = dq.wire_report(tree, 4, method=dataclasses.replace(APART, method=found.policy))
     methods = {leaf.path: leaf.method for leaf in report.leaves}
-    assert methods["a"] == dq.BF16() and methods["b"] is None
+    assert methods["a"] == dq.methods.BF16() and methods["b"] is None
     for name in "cd":
         assert methods[name] == dataclasses.replace(paper, bits=bits[name])
     assert bits["c"] > 5 > bits["d"] >= 2.625

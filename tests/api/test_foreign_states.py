@@ -23,8 +23,8 @@ METHODS: tuple[Method, ...] = (
     ErrorFeedback(inner=TopKChunked(bits=2.0)),
     PowerSGD(),
     SplitSketch(),
-    EF21M(inner=dq.Exact()),
-    GlobalCompensation(inner=dq.BF16()),
+    EF21M(inner=dq.methods.Exact()),
+    GlobalCompensation(inner=dq.methods.BF16()),
 )
 
 

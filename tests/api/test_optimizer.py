@@ -56,7 +56,7 @@ def stepper(optimizer, mesh):
     return jax.jit(mapped)
 
 
-FEEDBACK = ErrorFeedback(inner=dq.BF16())
+FEEDBACK = ErrorFeedback(inner=dq.methods.BF16())
 
 
 class Reducer:
@@ -179,10 +179,10 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
     (
         (PowerSGD(), True),
         (SplitSketch(), True),
-        (EF21M(inner=dq.Exact()), True),
+        (EF21M(inner=dq.methods.Exact()), True),
         (GlobalCompensation(inner=Marsit()), True),
-        (ErrorFeedback(inner=dq.BF16()), True),
-        (ErrorFeedback(inner=dq.BF16()), False),
+        (ErrorFeedback(inner=dq.methods.BF16()), True),
+        (ErrorFeedback(inner=dq.methods.BF16()), False),
         (ErrorFeedback(inner=OmniReduce()), True),
     ),
     ids=lambda value: type(value).__name__ if isinstance(value, Method) else str(value),
@@ -221,7 +221,7 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
     tree = jax.tree.map(lambda leaf: leaf.astype(np.float32), tree)
     tree["small"][:, 3 * 256 :] = 0  # what is zero is not wanted
     # Room for half of the blocks. What is exact has no part in it.
-    method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.methods.Exact())
     tree["exact"] = rng.normal(size=(2, 100)).astype(np.float32)
     options = dq.Compression(bucket_bytes=1, bucketing="in_order")
     reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method=method))
@@ -239,7 +239,7 @@ def test_metrics_are_means_over_shards():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     values = np.ones((2, 2, 4096), np.float32)
     values[:, 1, 1024:] = 0  # what is zero is not wanted
-    method = OmniReduce(density=None, capacity=0.5, inner=dq.Exact())
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.methods.Exact())
     reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=P("model")))
 
     @jax.jit

@@ -24,7 +24,7 @@ TOPOLOGIES = {
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
-METHODS = {"dynamiq": TWO_WIDTHS, "stochastic": STOCHASTIC, "exact": dq.Exact()}
+METHODS = {"dynamiq": TWO_WIDTHS, "stochastic": STOCHASTIC, "exact": dq.methods.Exact()}
 # Of a sum of four workers: least and most.
 ERRORS = {
     "dynamiq": (1e-6, 5e-3),
@@ -322,7 +322,7 @@ def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
 
 @pytest.mark.parametrize("half", (dq.psum_scatter, dq.all_gather))
 def test_methods_without_halves_say_so(half):
-    method = ErrorFeedback(inner=dq.Exact())
+    method = ErrorFeedback(inner=dq.methods.Exact())
     g = gradient((N, 1000))
     with pytest.raises(ValueError, match=rf"ErrorFeedback.*dq\.{half.__name__}"):
         simulated(lambda key, g: half(g, "data", key=key, method=method))(KEY, g)

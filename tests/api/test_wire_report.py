@@ -92,15 +92,15 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
 def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
     topology = Ring(bidirectional=True)
     report = dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression("bf16", topology))
-    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.BF16(), topology)
+    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.methods.BF16(), topology)
     hops = [c for c in found if c.kind == "collective-permute"]
-    payload = cost(dq.BF16(), topology).payload_bytes
+    payload = cost(dq.methods.BF16(), topology).payload_bytes
     assert {c.result_bytes for c in hops} == {payload}
     # Two in the loop, which runs n - 2 times, and one of each direction outside.
     assert sorted(c.looped for c in hops) == [False, False, True, True]
     assert report.compressed_bytes == 4 * (NUM_WORKERS - 1) * payload
     # With statistics and scales too, both directions together send what one would.
-    for method in (dq.DynamiQ(), TWO_WIDTHS, dq.BF16()):
+    for method in (dq.DynamiQ(), TWO_WIDTHS, dq.methods.BF16()):
         both, one_way = (
             dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression(method, t)).compressed_bytes
             for t in (topology, Ring())
@@ -163,7 +163,7 @@ def test_dtypes_have_buckets_of_their_own(data_mesh):
     shapes = {"a": (300, 512), "b": (40_000,), "c": (7, 100, 256)}
     dtypes = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float32}
     tree = {name: jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes}
-    found = compiled_collectives(data_mesh(NUM_WORKERS), tree, dq.BF16())
+    found = compiled_collectives(data_mesh(NUM_WORKERS), tree, dq.methods.BF16())
     assert sum(c.kind == "collective-permute" for c in found) == 2
     report = dq.wire_report(tree, NUM_WORKERS, method="bf16")
     assert sum(c.sent_bytes(NUM_WORKERS) for c in found) == report.bytes_per_worker
@@ -175,7 +175,7 @@ def test_dtypes_have_buckets_of_their_own(data_mesh):
 def test_the_report_knows_the_bytes_of_every_exact_dtype(data_mesh, dtype):
     """Booleans travel as bytes, numbers of less than 32 bits as 32."""
     tree = {"a": jax.ShapeDtypeStruct((40,), dtype), "b": jax.ShapeDtypeStruct((7, 3), dtype)}
-    found = compiled_collectives(data_mesh(4), tree, dq.Exact())
+    found = compiled_collectives(data_mesh(4), tree, dq.methods.Exact())
     report = dq.wire_report(tree, 4)
     item_bytes = {"bool": 1, "complex64": 8}.get(dtype, 4)
     assert report.bytes_per_worker == report.exact_bytes == round(1.5 * 61 * item_bytes)

@@ -227,7 +227,7 @@ def test_buckets_that_are_alike_are_traced_once():
     traced = []
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Counted(dq.BF16):
+    class Counted(dq.methods.BF16):
         def bind(self, values, call, key):
             traced.append(call.size)
             return super().bind(values, call, key)

@@ -371,7 +371,7 @@ def test_half_an_all_reduce_has_no_limit(function):
 
 def test_a_limit_with_a_state_is_refused():
     reduce = dq.all_reduce_gradients(
-        "data", method=dq.Compression(ErrorFeedback(inner=dq.BF16()), max_error=0.1)
+        "data", method=dq.Compression(ErrorFeedback(inner=dq.methods.BF16()), max_error=0.1)
     )
     with pytest.raises(ValueError, match=r"max_error=0\.1 has no meaning.*ErrorFeedback"):
         jax.vmap(reduce.init, axis_name="data")(np.ones((2, 4096), np.float32))

@@ -253,7 +253,7 @@ def test_the_fix_that_the_message_names_is_one(data_mesh):
 # ------------------------------------------------------------------------------ stateful methods
 
 
-class Remembering(dq.Exact):
+class Remembering(dq.methods.Exact):
     """Carries a state, which psum has no place for."""
 
     is_stateful = True
@@ -269,7 +269,7 @@ class Remembering(dq.Exact):
 @pytest.mark.parametrize("reduce", (dq.psum, dq.pmean))
 def test_a_stateful_method_in_a_stateless_collective(reduce):
     method = Remembering()
-    assert method.is_stateful and not dq.Exact().is_stateful
+    assert method.is_stateful and not dq.methods.Exact().is_stateful
     with raises(ValueError, f"method={method!r}", "carries state", "dq.all_reduce_gradients"):
         simulated(lambda key, g: reduce(g, "data", key=key, method=method))(KEY, GRADIENT)
 

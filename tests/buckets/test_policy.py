@@ -103,7 +103,7 @@ def test_uncompressed_is_left_to_jax_and_exact_is_sent_like_any_method(data_mesh
         assert "all-reduce" in kinds
         assert report.bytes_per_worker == sum(2 * 3 / 4 * 4 * leaf.size for leaf in report.leaves)
         chosen = {leaf.method for leaf in report.leaves if "norm" not in leaf.path}
-        assert chosen == {dq.Exact() if method == "exact" else None}
+        assert chosen == {dq.methods.Exact() if method == "exact" else None}
 
 
 @pytest.mark.sampled(2)
@@ -174,7 +174,7 @@ def test_policies_that_are_not_possible(policy, message):
 
 @pytest.mark.parametrize("as_function", [True, False])
 def test_methods_with_a_state_are_refused_where_it_cannot_be_kept(as_function):
-    feedback = ErrorFeedback(inner=dq.BF16())
+    feedback = ErrorFeedback(inner=dq.methods.BF16())
     policy = {"norm": "uncompressed", "": feedback}
     if as_function:
         policy = lambda path, leaf: "uncompressed" if "norm" in path else feedback  # noqa: E731

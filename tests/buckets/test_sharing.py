@@ -28,7 +28,7 @@ def gain_of(errors, rows, bits, scales=None):
         for e, r, s in zip(errors, rows, scales, strict=True)
     ]
     buckets = [
-        types.SimpleNamespace(method=dq.DynamiQ(bits=b) if b else dq.BF16(), size=256 * r)
+        types.SimpleNamespace(method=dq.DynamiQ(bits=b) if b else dq.methods.BF16(), size=256 * r)
         for b, r in zip(bits, rows, strict=True)
     ]
     gain, idle = jax.jit(functools.partial(gain_of_sharing, buckets))(found)

@@ -147,8 +147,8 @@ def test_buckets_of_rows_are_sent_as_the_backward_pass_makes_them(data_mesh, mon
         sizes.append(flat.size)
         return all_reduce_of(self, flat, call, key, state)
 
-    all_reduce_of = dq.BF16.all_reduce
-    monkeypatch.setattr(dq.BF16, "all_reduce", all_reduce)
+    all_reduce_of = dq.methods.BF16.all_reduce
+    monkeypatch.setattr(dq.methods.BF16, "all_reduce", all_reduce)
     shardings = [jax.NamedSharding(data_mesh(2), spec) for spec in (P(), P("data"))]
     args = jax.device_put((layers, jnp.ones((8, 64))), tuple(shardings))
     options = dq.Compression(bucket_bytes=4 * layers[-1].size, bucketing="in_order")

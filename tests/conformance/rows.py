@@ -45,9 +45,11 @@ def mx(name: str, *error: float, **fields) -> Row:
 
 PRODUCT = {
     # The order of float32 additions.
-    "exact": Row(method=dq.Exact(), error=(0, 1e-12), reach=1, stays=True, floats=True),
+    "exact": Row(method=dq.methods.Exact(), error=(0, 1e-12), reach=1, stays=True, floats=True),
     # Half a unit in the last of 8 bits.
-    "bf16": Row(method=dq.BF16(), error=(2.8e-6, 7e-6), reach=1, stays=True, mesh=("all_to_all",)),
+    "bf16": Row(
+        method=dq.methods.BF16(), error=(2.8e-6, 7e-6), reach=1, stays=True, mesh=("all_to_all",)
+    ),
     # Half of 1/127 of the largest value in a block.
     "blockint": Row(
         method=resolve_method("blockint"),

@@ -195,7 +195,7 @@ def test_the_sum_of_the_estimates_stays_the_total(name, steps=200):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Claims(dq.BF16):
+class Claims(dq.methods.BF16):
     """BF16 that is not refused."""
 
 
@@ -277,12 +277,12 @@ def test_it_costs_no_bytes():
 @pytest.mark.parametrize(
     "inner",
     (
-        dq.BF16(),
+        dq.methods.BF16(),
         dq.DynamiQ(),
         THC(sum_bits=6),
         ARCTopK(),
         TopKChunked(),
-        PowerSGD(inner=dq.BF16()),
+        PowerSGD(inner=dq.methods.BF16()),
     ),
     ids=lambda inner: f"{type(inner).__name__}",
 )
@@ -309,7 +309,7 @@ def test_an_impossible_momentum(momentum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Silent(dq.Exact):
+class Silent(dq.methods.Exact):
     """Does not say what it applies."""
 
     def all_reduce(self, flat, call, key, state):

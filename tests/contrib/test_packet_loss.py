@@ -742,7 +742,7 @@ def test_a_method_with_a_codec_of_its_own_is_named():
 
 def test_a_codec_that_cannot_decode_one_message_is_named():
     with pytest.raises(ValueError, match=r"method=BF16.*cannot be decoded in parts.*Terms"):
-        terms_of(dq.BF16(), object())
+        terms_of(dq.methods.BF16(), object())
 
 
 def test_expected_drift_checks_its_arguments():

@@ -23,7 +23,7 @@ from tests.support.workers import TWO_WIDTHS, call_on, simulated
 
 NUM_WORKERS, GROUP, SIZE = 4, 16, 8192
 KEY = jax.random.key(4)
-EXACT = dq.Exact()
+EXACT = dq.methods.Exact()
 # One half of 1024 numbers for 32 groups of 512, and 3 x 170 cells for the others.
 METHOD = SplitSketch(bits=4.0, hot=0.5, inner=EXACT)
 CALL = call_on(SIZE, NUM_WORKERS, "all_to_all", feedback=True)

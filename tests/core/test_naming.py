@@ -71,8 +71,11 @@ def test_names_of_presets_are_those_of_their_constructors(name):
         ("topk_chunked:2:block_size=512", TopKChunked(bits=2.0, block_size=512)),
         ("ef+topk_chunked:2", ErrorFeedback(inner=TopKChunked(bits=2.0))),
         ("ef+paper:4", ErrorFeedback(inner=dq.DynamiQ.paper(bits=4.0))),
-        ("ef+bf16", ErrorFeedback(inner=dq.BF16())),
-        ("ef+arc_top_k:1:inner=exact", ErrorFeedback(inner=ARCTopK(bits=1.0, inner=dq.Exact()))),
+        ("ef+bf16", ErrorFeedback(inner=dq.methods.BF16())),
+        (
+            "ef+arc_top_k:1:inner=exact",
+            ErrorFeedback(inner=ARCTopK(bits=1.0, inner=dq.methods.Exact())),
+        ),
         ("ef21m+thc", EF21M(inner=THC())),
         ("gc+marsit", GlobalCompensation(inner=Marsit())),
     ),
@@ -87,7 +90,7 @@ def test_options_of_a_topology():
     assert resolve_topology("ring:unroll=True:bidirectional=True") == both
 
 
-@pytest.mark.parametrize("strategy", (dq.DynamiQ(bits=4.0), ErrorFeedback(inner=dq.BF16())))
+@pytest.mark.parametrize("strategy", (dq.DynamiQ(bits=4.0), ErrorFeedback(inner=dq.methods.BF16())))
 def test_a_method_is_returned_as_it_is(strategy):
     assert resolve_method(strategy) is strategy
 

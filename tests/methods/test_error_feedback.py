@@ -29,11 +29,11 @@ NEAREST = dataclasses.replace(TWO_WIDTHS, rounding="nearest")
 # Name to the method, to the share of the energy that it leaves out, and to what hops lose besides.
 INNER = {
     "powersgd": (LOW_RANK, (0.05, 1.0), 1e-10),
-    "powersgd in bf16": (PowerSGD(rank=4, inner=dq.BF16()), (0.05, 1.0), 1e-4),
+    "powersgd in bf16": (PowerSGD(rank=4, inner=dq.methods.BF16()), (0.05, 1.0), 1e-4),
     "nearest": (NEAREST, (1e-6, 0.01), 0.02),
     "thc": (THC(), (1e-3, 0.05), 1e-10),
-    "bf16": (dq.BF16(), (1e-7, 1e-4), 1e-4),
-    "exact": (dq.Exact(), (0, 0), 1e-10),
+    "bf16": (dq.methods.BF16(), (1e-7, 1e-4), 1e-4),
+    "exact": (dq.methods.Exact(), (0, 0), 1e-10),
 }
 every_inner = pytest.mark.parametrize("name", INNER)
 
@@ -111,7 +111,7 @@ def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saturating(dq.Exact):
+class Saturating(dq.methods.Exact):
     """Sums of values that are clipped, so that Inf enters them as a finite number."""
 
     def all_reduce(self, flat, call, key, state):
@@ -286,7 +286,7 @@ def test_something_that_is_not_a_method():
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Silent(dq.Exact):
+class Silent(dq.methods.Exact):
     """Does not say what it applies."""
 
     def all_reduce(self, flat, call, key, state):

@@ -119,10 +119,10 @@ def test_a_matrix_is_approximated_as_well_as_its_rank_allows():
     assert errors[0] > 1.2 * best
 
 
-@pytest.mark.parametrize("inner", (dq.Exact(), dq.BF16()), ids=("exact", "bf16"))
+@pytest.mark.parametrize("inner", (dq.methods.Exact(), dq.methods.BF16()), ids=("exact", "bf16"))
 def test_what_is_not_factorized_is_what_the_method_inside_makes_of_it(inner):
     g = gradient()
-    if inner == dq.Exact():
+    if inner == dq.methods.Exact():
         result = sequence(g)[:, 0]
     else:
         result = one_step(PowerSGD(rank=2, inner=inner), call_of(SHAPES), g)
@@ -130,7 +130,7 @@ def test_what_is_not_factorized_is_what_the_method_inside_makes_of_it(inner):
     for leaf, ours, expected in zip(SHAPES, leaves_of(result[0]), leaves_of(truth), strict=True):
         error = vnmse(ours, expected)
         if leaf in ((300,), (3, 5)):
-            assert error < 1e-12 if inner == dq.Exact() else 1e-7 < error < 1e-4
+            assert error < 1e-12 if inner == dq.methods.Exact() else 1e-7 < error < 1e-4
         else:
             assert 0.2 < error < 1.0  # rank 2 of noise
 
@@ -250,7 +250,7 @@ def test_a_method_inside_that_does_not_say_what_it_leaves_out():
 
 
 def test_replicas_and_their_states_are_identical():
-    method, call = PowerSGD(rank=2, inner=dq.BF16()), call_of(SHAPES, topology="ring")
+    method, call = PowerSGD(rank=2, inner=dq.methods.BF16()), call_of(SHAPES, topology="ring")
 
     def local(key, flat):
         reduced = method.all_reduce(flat, call, key, method.init_state(call))
@@ -368,7 +368,7 @@ def test_a_gradient_of_zeros_does_not_end_the_search():
 
 @pytest.mark.parametrize(
     ("topology", "inner", "wrapped"),
-    (("ring", dq.BF16(), True), ("all_to_all", dq.Exact(), False)),
+    (("ring", dq.methods.BF16(), True), ("all_to_all", dq.methods.Exact(), False)),
 )
 def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped):
     """Both messages, chunk by chunk; what is left out is kept without a byte more."""
@@ -381,7 +381,7 @@ def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped)
     report = dq.wire_report(shapes, NUM_WORKERS, method=dq.Compression(method, topology))
     assert sent == report.bytes_per_worker
     factors = 3 * (100 + 70) + 2000 + 3 * (200 + 60)
-    item_bytes = 4 if inner == dq.Exact() else 2
+    item_bytes = 4 if inner == dq.methods.Exact() else 2
     passes = 2 * (NUM_WORKERS - 1) / NUM_WORKERS
     assert report.compressed_bytes == pytest.approx(passes * factors * item_bytes, rel=0.01)
 

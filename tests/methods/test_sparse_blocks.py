@@ -24,9 +24,9 @@ from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
 SIZE = NUM_BLOCKS * BLOCK - 17  # the last block is padded
 KEY = jax.random.key(2)
-OMNI = OmniReduce(density=None, capacity=0.5, inner=dq.Exact(), block_size=BLOCK)
+OMNI = OmniReduce(density=None, capacity=0.5, inner=dq.methods.Exact(), block_size=BLOCK)
 OMNI_ROOM = 20
-TOP_K = TopKChunked(bits=8.0, inner=dq.Exact(), block_size=BLOCK)
+TOP_K = TopKChunked(bits=8.0, inner=dq.methods.Exact(), block_size=BLOCK)
 TOP_K_ROOM = TOP_K.num_chosen(call_on(SIZE, NUM_WORKERS))
 both = pytest.mark.parametrize("method", (OMNI, TOP_K), ids=("omnireduce", "topk_chunked"))
 seeds = st.integers(0, 2**32 - 1)
@@ -224,7 +224,7 @@ def test_blocks_that_only_one_worker_has_count_for_all():
 @pytest.mark.parametrize(
     ("inner", "inner_bits", "bits"),
     (
-        *((dq.BF16(), 16, bits) for bits in (0.5, 2.0, 8.0, 16.0)),
+        *((dq.methods.BF16(), 16, bits) for bits in (0.5, 2.0, 8.0, 16.0)),
         *((TWO_WIDTHS, 6, bits) for bits in (0.5, 2.0, 5.5)),
     ),
     ids=lambda value: "" if not isinstance(value, float) else str(value),
@@ -251,7 +251,7 @@ def test_a_bucket_that_fits_as_a_whole_costs_less(bits):
 
 def test_all_blocks_are_summed_where_there_are_bits_for_all():
     gradients = of_workers(0, NUM_WORKERS, SIZE)
-    everything = dataclasses.replace(TOP_K, bits=32.0, inner=dq.BF16())
+    everything = dataclasses.replace(TOP_K, bits=32.0, inner=dq.methods.BF16())
     total, _, _ = reduced(everything, gradients)
     error = np.abs(total - gradients.sum(axis=0))
     assert np.all(error <= NUM_WORKERS * 2.0**-8 * np.abs(gradients).sum(axis=0))

@@ -449,7 +449,7 @@ def test_the_public_api_is_what_is_there(package):
 
 def test_the_main_api_is_small_and_documented():
     assert {*dq.__all__, *contrib.__all__} >= COLLECTIVES
-    assert len(dq.__all__) <= 29
+    assert len(dq.__all__) <= 24
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)
 

@@ -239,8 +239,8 @@ def test_one_click_leads_from_the_home_page_of_the_site_to_every_page():
 
 
 def test_captions_of_emulated_hosts_say_so():
-    figures = "time_to_accuracy|time_to_accuracy_local_sgd|cost_model"
-    pattern = rf"^!\[[^]]*\]\([^)]*/(?:{figures})\.png\)\n\n(.*)$"
+    figures = "time_to_accuracy.png|time_to_accuracy_local_sgd.png|cost_model.png|first_figure.svg"
+    pattern = rf"^!\[[^]]*\]\([^)]*/(?:{figures})\)\n\n(.*)$"
     captions = [
         (page, caption)
         for page, text in PAGES.items()

@@ -76,7 +76,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "error_feedback": lambda: _all_reduce(FEEDBACK),
     "powersgd": lambda: _all_reduce(PowerSGD(rank=2)),
     "split_sketch": lambda: _all_reduce(SplitSketch()),
-    "ef21m": lambda: _all_reduce(EF21M(inner=dq.Exact())),
+    "ef21m": lambda: _all_reduce(EF21M(inner=dq.methods.Exact())),
     "global_compensation": lambda: _all_reduce(GlobalCompensation(inner=BlockInt(code_bits=4))),
     "local_sgd": lambda: _local_sgd(every=2, delay=1, method="dynamiq:5"),
     "local_sgd_feedback": lambda: _local_sgd(every=2, method=FEEDBACK),
@@ -90,7 +90,7 @@ METHODS = {
     "mxfp8": MXFP8(),
     "int4": BlockInt(code_bits=4),
     "mxint8": MXINT8(),
-    "bf16": dq.BF16(),
+    "bf16": dq.methods.BF16(),
 }
 
 

@@ -26,8 +26,8 @@ KINDS = ("collective-permute", "all-to-all", "all-gather", "all-reduce", "reduce
 PRESETS = {
     "default": dq.DynamiQ(),
     "paper": dq.DynamiQ.paper(),
-    "bf16": dq.BF16(),
-    "exact": dq.Exact(),
+    "bf16": dq.methods.BF16(),
+    "exact": dq.methods.Exact(),
     "thc": THC(),
 }
 # One leaf that is compressed and, beside it, all that is not.

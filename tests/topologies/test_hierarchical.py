@@ -197,7 +197,7 @@ def test_metrics_are_means_over_the_parts():
         first = part * 2560
         filled = 2 * (part + 1) * block
         leaf[:, :, first : first + filled] = rng.normal(size=(HOSTS, LOCAL, filled))
-    method = OmniReduce(density=None, capacity=0.5, inner=dq.BF16())
+    method = OmniReduce(density=None, capacity=0.5, inner=dq.methods.BF16())
     reduce = dq.all_reduce_gradients(AXES, method=method)
 
     def local(g):

@@ -185,4 +185,4 @@ def test_norms_of_rows_are_carried_where_errors_can_cancel(topology, workers, ca
     call = call_on(workers * 4 * ROW, workers, topology, collective="psum_scatter")
     assert num_carried(CORRELATED, call) == (4 if carries else 0)
     assert num_carried(dq.DynamiQ(rounding="nearest"), call) == 0
-    assert num_carried(dq.BF16(), call) == 0
+    assert num_carried(dq.methods.BF16(), call) == 0

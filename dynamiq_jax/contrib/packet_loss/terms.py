@@ -72,7 +72,7 @@ def terms_of(method: ChunkedMethod, codec: ChunkCodec) -> Terms:
         return _SummedTerms(codec, _sections(method, codec, codec.encoded[0].size))
     raise ValueError(
         f"method={method!r} has messages that cannot be decoded in parts. Give another method, "
-        "such as dq.DynamiQ() or dq.BF16(), or make its codec a "
+        "such as dq.DynamiQ() or dq.methods.BF16(), or make its codec a "
         "dynamiq_jax.contrib.packet_loss.Terms."
     )
 
@@ -91,9 +91,9 @@ class _Sections:
 def _sections(method: ChunkedMethod, codec: ChunkCodec, chunk_size: int) -> _Sections | None:
     """Return the sections of the messages of a method, or None if they are not known."""
     rows = chunk_size // SUPER_GROUP_SIZE
-    if isinstance(method, dq.Exact):
+    if isinstance(method, dq.methods.Exact):
         return _Sections(chunk_size, (4,))
-    if isinstance(method, dq.BF16):
+    if isinstance(method, dq.methods.BF16):
         return _Sections(chunk_size, (2,))
     if isinstance(method, BlockwiseMethod):
         codes = tuple(row_bytes(bits) for bits in packing.planes(method.format.bits))

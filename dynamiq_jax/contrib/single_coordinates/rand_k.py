@@ -45,7 +45,7 @@ class RandK(Method):
         if not isinstance(self.inner, ChunkedMethod):
             raise ValueError(
                 f"inner={self.inner!r} cannot sum the values: it is not a method of one round "
-                "without state. Give one, such as dq.BF16() or dq.Exact()."
+                "without state. Give one, such as dq.methods.BF16() or dq.methods.Exact()."
             )
         check_bits(self.bits, 0)
         check_flag("unbiased", self.unbiased)

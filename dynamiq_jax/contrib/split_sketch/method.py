@@ -98,7 +98,7 @@ class SplitSketch(Method):
         if not isinstance(self.inner, ChunkedMethod):
             raise ValueError(
                 f"inner={self.inner!r} cannot sum the message: it is not a method of one round "
-                "without state. Give one, such as dq.BF16() or dq.Exact()."
+                "without state. Give one, such as dq.methods.BF16() or dq.methods.Exact()."
             )
 
     @property
