@@ -15,7 +15,7 @@ import importlib.util
 
 # Without JAX, `dynamiq_jax.messages` can still be imported: a coordinator needs NumPy alone.
 if importlib.util.find_spec("jax"):
-    from dynamiq_jax import methods, topologies, training
+    from dynamiq_jax import methods, reports, topologies, training
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
     from dynamiq_jax._api.allocate_bits import allocate_bits
@@ -26,7 +26,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._api.psum import pmean, psum
     from dynamiq_jax._api.psum_scatter import psum_scatter
     from dynamiq_jax._api.vnmse import vnmse
-    from dynamiq_jax._api.wire_report import WireReport, wire_report
+    from dynamiq_jax._api.wire_report import wire_report
     from dynamiq_jax._inputs.compression import Compression
     from dynamiq_jax._inputs.schedule import Schedule
     from dynamiq_jax._inspection.step import inspect
@@ -45,7 +45,6 @@ __all__ = [
     "Message",
     "Schedule",
     "Sum",
-    "WireReport",
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
@@ -58,6 +57,7 @@ __all__ = [
     "pmean",
     "psum",
     "psum_scatter",
+    "reports",
     "topologies",
     "training",
     "vnmse",

@@ -24,7 +24,7 @@ def make_step(bucket_bytes):
     pipelined = dq.training.Pipelined(
         optimizer=optax.adamw(1e-3),
         axis_name="data",
-        method=dq.Compression("bf16", bucket_bytes=bucket_bytes),
+        method=dq.Compression("bf16:ring:unroll=True", bucket_bytes=bucket_bytes),
     )
     specs = pipelined.state_specs
 

@@ -64,10 +64,10 @@ def encode(
 
     Args:
       tree: pytree of arrays.
+      method: how to compress; see `psum`. A message can hold `"dynamiq"`, `"bf16"`, `"exact"`,
+        `"blockint"` and the MX formats.
       key: PRNG key of the rounding noise, another one for each message. None: it follows from a
         sample of the leaves.
-      method: method for all leaves, or a policy; see `psum`. A message can hold `"dynamiq"`,
-        `"bf16"`, `"exact"`, `"blockint"` and the MX formats.
 
     Returns:
       The message. Its method `to_bytes` returns bytes.

@@ -59,7 +59,7 @@ class Setting:
         compression = Compression(self.method, self.topology, exact_below=0)
         return run(AllReduce(find_axes(axis_name)), tree, key, Request(compression)).tree
 
-    def wire_report(self, tree: Any, num_workers: int) -> dq.WireReport:
+    def wire_report(self, tree: Any, num_workers: int) -> dq.reports.WireReport:
         """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.
 
         Raises:

@@ -132,7 +132,7 @@ def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
     found = collectives(text_of(dq.compress(form.step, "data", **key), *form.args))
 
     def local(params):
-        return dq.pmean(params, "data", key=jax.random.key(0), method=key["options"])
+        return dq.pmean(params, "data", key=jax.random.key(0), method=key["method"])
 
     by_hand = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
     params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), form.args[0])

@@ -43,7 +43,7 @@ def test_metrics_are_those_of_the_sum(kind, jitted):
     (row,) = compressed.report(weights, batch).sums
     error = np.sum((np.asarray(weights - new, np.float64) - exact) ** 2) / np.sum(exact**2)
     assert metrics["bytes"] == row.bytes_after
-    assert float(metrics["norm"]) == pytest.approx(np.linalg.norm(exact), rel=1e-2)
+    assert float(metrics["norm"]) == pytest.approx(np.linalg.norm(exact), rel=0.05)
     assert error / 2 < float(metrics["error"]) < 2 * error
     assert metrics["fallbacks"] == 0
 

@@ -34,7 +34,7 @@ def test_a_step_that_may_lack_sums_stays_as_it_is(jitted, data_mesh):
     assert not report.compressed
     assert report.num_groups == 0
     (each,) = report.sums
-    assert each.why_exact == "fewer elements than options.exact_below"
+    assert each.why_exact == "fewer elements than exact_below"
     titles, _, sentence = str(report).splitlines()
     assert titles.startswith("sum ") and sentence.startswith("Nothing is compressed: each of")
 

@@ -106,7 +106,9 @@ def test_specs_of_sums_are_those_of_their_parameters(make, mesh, args):
     report = compressed.report(*given)
     halves = [each for each in report.compressed if each.sum.shape == (32, 32)]
     assert len(halves) == 2
-    whole = dq.compress(step, "data", method=dq.Compression(specs=P()), **OPTIONS).report(*given)
+    whole = dq.compress(step, "data", dq.Compression(METHOD, exact_below=64, specs=P())).report(
+        *given
+    )
     for half, full in zip(halves, whole.compressed, strict=True):
         assert half.bytes_after == pytest.approx(full.bytes_after / 2)
         assert half.bytes_before == pytest.approx(full.bytes_before / 2)
@@ -282,7 +284,7 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
     (found,) = dq.inspect(compressed, *given).findings
     assert found.kind == "whole gradient"
     known = dq.compress(
-        jax.jit(step) if jitted else step, "data", method=dq.Compression(specs=P()), **OPTIONS
+        jax.jit(step) if jitted else step, "data", dq.Compression(METHOD, exact_below=64, specs=P())
     )
     assert len(known.report(*given).compressed) == 2
 

@@ -117,9 +117,8 @@ def test_bytes_of_shards_are_those_of_one_device():
     """Axes that the compiler manages split what each device sends."""
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     step = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh, axis_names={"data"})
-    options = {"method": dq.Compression("bf16", exact_below=64)}
     whole, split = (
-        dq.compress(step, "data", method=dq.Compression(specs=specs), **options)
+        dq.compress(step, "data", dq.Compression("bf16", specs=specs, exact_below=64))
         .report(PARAMS, X, Y)
         .compressed
         for specs in (P(), lambda each: P("fsdp") if len(each.shape) == 2 else P())

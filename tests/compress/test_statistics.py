@@ -78,8 +78,7 @@ def test_statistics_and_their_gradients_stay_exact(name, loss, data_mesh):
     params = {"b": jnp.ones(32), "u": PARAMS["w"], **({} if loss is small_loss else PARAMS)}
     whole = lambda params, x, y: loss(params, x, y) + jnp.mean((x @ params["u"]) ** 2)  # noqa: E731
     step = mapped(make(whole), data_mesh(2), check_vma=check_vma)
-    options = {"method": dq.Compression(exact_below=64)}
-    compressed = dq.compress(step, "data", method=METHOD, **options)
+    compressed = dq.compress(step, "data", dq.Compression(METHOD, exact_below=64))
     report = compressed.report(params, X, Y)
     wide = [each.why_exact for each in report.sums if each.sum.shape[-1:] == (WIDE,)]
     assert sorted(wide) == sorted([FORWARD, CONTINUED])

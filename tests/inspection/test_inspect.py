@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
@@ -70,7 +69,7 @@ def compressed(grads, key):
     return dq.pmean(grads, "data", key=key, method="bf16")  # which compiles fast
 
 
-def kinds(found: Inspection) -> list[str]:
+def kinds(found: dq.reports.Inspection) -> list[str]:
     return [finding.kind for finding in found.findings]
 
 

@@ -37,6 +37,7 @@ LAYERS = (
     "dynamiq_jax._api",
     "dynamiq_jax.training",
     "dynamiq_jax._inspection",
+    "dynamiq_jax.reports",
     "dynamiq_jax.__init__",
     "dynamiq_jax.parts",
     "dynamiq_jax.contrib",

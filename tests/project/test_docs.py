@@ -305,7 +305,7 @@ def reference() -> set[str]:
 
 
 def test_the_reference_has_every_public_name_and_no_private_one():
-    facades = (dq, dq.methods, dq.topologies, dq.training, contrib, parts)
+    facades = (dq, dq.methods, dq.reports, dq.topologies, dq.training, contrib, parts)
     facades += (messages,)
     shown = reference()
     assert [name for name in shown if re.search(r"\b_", name)] == []

@@ -130,7 +130,7 @@ class DropCompute:
         all_reduce = dq.AllReduceState(step=same, method=method, metrics=same)
         return DropComputeState(same, same, all_reduce=all_reduce, threshold=same)
 
-    def wire_report(self, params: Any) -> dq.WireReport:
+    def wire_report(self, params: Any) -> dq.reports.WireReport:
         """Report the bytes of one step; see `dq.wire_report`.
 
         Args:
