@@ -1,9 +1,9 @@
 """Eight CPU devices, strict dtypes and ranks, and the fixtures that every file shares."""
 
 import functools
+import hashlib
 import importlib.util
-import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,18 +95,19 @@ def _slow_research(items: list[pytest.Item]) -> None:
 def _slow_samples(items: list[pytest.Item]) -> None:
     """Make slow tests of all but some cases of the laws that are marked as `sampled`.
 
-    Those of research are, by two: it is not tried harder than the product.
+    Those of research are, by two: it is not tried harder than the product. The cases are drawn by
+    their names: a new one takes the place of one at most.
     """
-    cases: Counter[str] = Counter()
+    laws: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is not None:
-            continue
-        sampled = item.get_closest_marker("sampled")
-        every = sampled.args[0] if sampled else 1 + ("contrib" in item.path.parts)
-        law = item.nodeid.partition("[")[0]
-        if cases[law] % every:
+        if item.get_closest_marker("slow") is None:
+            laws[item.nodeid.partition("[")[0]].append(item)
+    for cases in laws.values():
+        sampled = cases[0].get_closest_marker("sampled")
+        every = sampled.args[0] if sampled else 1 + ("contrib" in cases[0].path.parts)
+        drawn = sorted(cases, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+        for item in drawn[-(-len(drawn) // every) :]:
             item.add_marker(pytest.mark.slow)
-        cases[law] += 1
 
 
 def pytest_collection_finish() -> None:
@@ -114,11 +115,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Share compiled programs among all tests of a run."""
-    folder = tmp_path_factory.getbasetemp()
-    of_worker = "PYTEST_XDIST_WORKER" in os.environ
-    speed.compile_once((folder.parent if of_worker else folder) / "compiled")
+def compiled_once() -> None:
+    """Share compiled programs among all tests of a run, and with later runs."""
+    speed.compile_once(speed.folder_of_programs())
 
 
 @pytest.fixture(scope="module", autouse=True)

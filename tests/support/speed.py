@@ -28,7 +28,7 @@ Programs without frames of Python were measured last: 16.8 s for both files, 17.
 (+5%).
 
 `compile_once` was measured in two folders, compress and methods: 163 s with it, 192 s without
-(+17%).
+(+17%). A second run finds all programs of the first.
 
 `MAX_EXAMPLES` gains in files of many properties: test_scales takes 4.8 s with the 100 examples of
 Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
@@ -37,9 +37,12 @@ Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
 import contextlib
 import functools
 import gc
+import hashlib
 import importlib
 import itertools
 import os
+import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,12 +91,42 @@ def compiling(*, optimized: bool, frames: bool) -> Iterator[None]:
     jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
+def folder_of_programs() -> Path:
+    """Return the folder of compiled programs of processors like this one, for all runs.
+
+    It is `~/.cache/dynamiq-jax-tests`, or as `DYNAMIQ_JAX_TEST_CACHE` says. JAX's own key has the
+    program, the flags and the version of the compiler, but no features of the processor.
+    """
+    default = Path.home() / ".cache/dynamiq-jax-tests"
+    root = Path(os.environ.get("DYNAMIQ_JAX_TEST_CACHE", default))
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    processor = hashlib.sha256(f"{platform.machine()} {features}".encode()).hexdigest()[:12]
+    return root / processor
+
+
+def prune(folder: Path, *, days: float, most_bytes: int) -> None:
+    """Delete programs that were compiled some days ago, and the oldest above a number of bytes."""
+    found = []
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run deletes as well
+            found.append((path.stat().st_mtime, path.stat().st_size, path))
+    kept, oldest = 0, time.time() - 86400 * days
+    for written, size, path in sorted(found, reverse=True):
+        kept += size
+        if written < oldest or kept > most_bytes:
+            path.unlink(missing_ok=True)
+
+
 def compile_once(folder: Path) -> None:
-    """Compile equal programs once in a run, of whichever test and process.
+    """Compile equal programs once, in whichever test, process and run.
 
     Args:
-      folder: folder of the compiled programs, one for all processes of the run.
+      folder: folder of the compiled programs, one for all processes.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    prune(folder, days=14, most_bytes=3 * 2**30)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
