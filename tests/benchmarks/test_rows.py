@@ -45,7 +45,7 @@ def test_errors_of_leaves_add_up():
     truth = rng.normal(size=512)
     whole = rows.errors_of([(truth * 1.5, truth)])
     parts = rows.errors_of([(truth[:256] * 1.5, truth[:256]), (truth[256:] * 1.5, truth[256:])])
-    assert whole == parts
+    assert whole == pytest.approx(parts)
     assert whole["vnmse"] == pytest.approx(0.25) == whole["worst"]
     assert (whole["above_half"], whole["worse_than_zero"]) == (0, 0)
     assert rows.errors_of([(truth * 2.1, truth)])["worse_than_zero"] == 1

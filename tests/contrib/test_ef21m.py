@@ -287,7 +287,9 @@ def test_it_costs_no_bytes():
     ids=lambda inner: f"{type(inner).__name__}",
 )
 def test_methods_whose_hops_round_are_refused(inner):
-    with pytest.raises(ValueError, match=r"(?s)inner=.* rounds partial sums.*drift.*Give dq\.Exac"):
+    with pytest.raises(
+        ValueError, match=r"(?s)inner=.* rounds partial sums.*drift.*Give dq\.methods\.Exac"
+    ):
         EF21M(inner=inner)
 
 

@@ -173,7 +173,7 @@ def test_the_compiled_program_sends_values_and_a_hash_of_keys(data_mesh):
         ({"bits": math.nan}, "bits=nan"),
         ({"bits": True}, "bits=True"),
         ({"unbiased": 1}, "unbiased=1"),
-        ({"inner": TopKChunked()}, r"inner=TopKChunked.*cannot sum the values.*dq\.BF16"),
+        ({"inner": TopKChunked()}, r"inner=TopKChunked.*cannot sum the values.*dq\.methods\.BF16"),
     ),
 )
 def test_fields_are_checked(options, says):

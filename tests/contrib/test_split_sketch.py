@@ -393,7 +393,7 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
         ("group", 0, "at least 1"),
         ("decay", 1.5, "0 to 1"),
         ("growth", -1.0, "0 to 1"),
-        ("inner", SplitSketch(), r"dq\.BF16\(\)"),
+        ("inner", SplitSketch(), r"dq\.methods\.BF16\(\)"),
     ),
 )
 def test_impossible_fields(field, value, remedy):

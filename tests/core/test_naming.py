@@ -146,8 +146,11 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
         ("dynamiq:", r"'' is not an option of dynamiq\. Give a number of bits, or FIELD=VALUE"),
         ("thc:wide", r"'wide' is not an option of thc\. Give a number of code_bits, or FIELD=VAL"),
         # A setting of the command line, which names the topology too.
-        ("dynamiq:5:ring", r"'ring' is not an option of dynamiq\. .* topology='ring'\.$"),
-        ("bf16:ring", r"'ring' is not an option of bf16\. .* topology='ring'\.$"),
+        (
+            "dynamiq:5:ring",
+            r"'ring' is not an option of dynamiq\. .*Compression\(topology='ring'\)\.$",
+        ),
+        ("bf16:ring", r"'ring' is not an option of bf16\. .*Compression\(topology='ring'\)\.$"),
         # Values that the class refuses.
         ("dynamiq:99", r"bits=99 is out of range\. Give 2\.375 to 16\.$"),
         ("dynamiq:nan", r"bits=nan is out of range\."),

@@ -405,7 +405,7 @@ def test_a_rank_that_is_none(rank):
 
 
 def test_an_inner_method_that_cannot_be():
-    with pytest.raises(ValueError, match=r"inner='bf16' is not a method.*dq\.BF16\(\)"):
+    with pytest.raises(ValueError, match=r"inner='bf16' is not a method.*dq\.methods\.BF16\(\)"):
         PowerSGD(inner="bf16")
-    with pytest.raises(ValueError, match=r"inner=PowerSGD.* carries state.*dq\.BF16\(\)"):
+    with pytest.raises(ValueError, match=r"inner=PowerSGD.* carries state.*dq\.methods\.BF16\(\)"):
         PowerSGD(inner=PowerSGD())

@@ -473,7 +473,7 @@ def test_the_replay_of_a_run_is_what_it_did(make):
         ({"threshold": -1.0}, "threshold=-1.0"),
         ({"threshold": float("nan")}, "threshold=nan"),
         ({"method": "dynamic"}, "dynamic"),
-        ({"method": dq.Compression(topology="wheel")}, "topology='wheel'"),
+        ({"method": "dynamiq:wheel"}, "'wheel' is not an option"),
         ({"seed": 0.5}, "seed=0.5"),
         ({"axis_name": "model"}, "axis_name=.*are not all axes of the mesh"),
         ({"axis_name": ("data", "model")}, "axis_name=.*are not all axes of the mesh"),
