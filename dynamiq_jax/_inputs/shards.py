@@ -178,9 +178,10 @@ def unknown_specs(automatic: Mapping[str, int]) -> MistakeError:
     return MistakeError(
         "whole gradient",
         f"specs=None, but the compiler manages axis {name!r} of {size} devices here. Without specs "
-        "every one of them would send all of every leaf. Give specs, a tree of PartitionSpecs or "
-        "NamedShardings like the tree (or a prefix of it), such as those of the parameters, or "
-        "specs=P() if each device holds whole leaves.",
+        "every one of them would send all of every leaf. Give specs, as in "
+        "method=dq.Compression(specs=specs): a tree of PartitionSpecs or NamedShardings like the "
+        "tree (or a prefix of it), such as those of the parameters, or specs=P() if each device "
+        "holds whole leaves.",
     )
 
 

@@ -127,8 +127,9 @@ def _whole_gradient(known: Evidence) -> Iterator[Finding]:
                     "whole gradient",
                     f"Every device compresses and sends all of leaf {record.names[index] or 'tree'}"
                     f", of shape {record.shapes[index]}, although {alike[0].path} is split over "
-                    f"{_spelled(tuple(axes))}. Give specs=, so that each device sends its own "
-                    "shard; inside a shard_map over these axes, scatter the gradient first.",
+                    f"{_spelled(tuple(axes))}. Give dq.Compression(specs=), so that each device "
+                    "sends its own shard; inside a shard_map over these axes, scatter the gradient "
+                    "first.",
                 )
                 break
 
@@ -323,7 +324,7 @@ def wasted_bits(sharing: Sharing, records: Iterable[TracedCollective]) -> Iterat
                 "bits that lower the error little. If all buckets shared their bits, the error "
                 f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
                 "dq.Compression(bucketing='striped'), or, for buckets in order, "
-                f"method=dq.allocate_bits(gradients, axis_size={record.num_workers}).policy.",
+                f"dq.allocate_bits(gradients, axis_size={record.num_workers}).compression.",
             )
 
 
