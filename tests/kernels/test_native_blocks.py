@@ -169,14 +169,14 @@ def test_collectives_run_it_and_have_the_bits_of_the_method(
     collective, topology, check_vma, data_mesh, monkeypatch
 ):
     method = BlockInt(code_bits=6, rounding="stochastic")
-    kept = {} if topology is None else {"method": dq.Compression(topology=topology)}
+    compression, kept = dq.Compression(method, topology), {}
     gathers = collective is not dq.psum
     splits = collective is not dq.psum or not check_vma
 
     def run(gradient):
         if gathers:
             kept["tiled"] = True
-        result = collective(gradient[0], "data", key=jax.random.key(1), method=method, **kept)
+        result = collective(gradient[0], "data", compression, key=jax.random.key(1), **kept)
         return result[None] if splits else result
 
     gradients = of_workers(0, 4, 4 * 256 * 20)

@@ -19,7 +19,7 @@ from dynamiq_jax._check.check import check, check_plan
 from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._core.validation import check_number, check_optimizer, check_seed
 from dynamiq_jax._inputs import checks
-from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.compression import Choice, Compression, split_route
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan, plan_tree
@@ -312,7 +312,9 @@ class Pipelined:
         settings = {"seed": self.seed, "clip_norm": self.clip_norm}
         method = self.method
         if not isinstance(method, Compression):
-            method = dataclasses.replace(_UNDER_COMPUTATION, method=method)
+            method, route = split_route(method) if isinstance(method, str) else (method, None)
+            topology = route or _UNDER_COMPUTATION.topology
+            method = dataclasses.replace(_UNDER_COMPUTATION, method=method, topology=topology)
         return resolve(method, settings=settings)
 
     def _plan(self, tree: Any) -> tuple[Plan, tuple[Array, ...]]:
