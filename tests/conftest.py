@@ -1,9 +1,8 @@
 """Eight CPU devices, strict dtypes and ranks, and the fixtures that every file shares."""
 
 import functools
-import hashlib
 import importlib.util
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,19 +94,18 @@ def _slow_research(items: list[pytest.Item]) -> None:
 def _slow_samples(items: list[pytest.Item]) -> None:
     """Make slow tests of all but some cases of the laws that are marked as `sampled`.
 
-    Those of research are, by two: it is not tried harder than the product. The cases are drawn by
-    their names: a new one takes the place of one at most.
+    Those of research are, by two: it is not tried harder than the product.
     """
-    laws: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            laws[item.nodeid.partition("[")[0]].append(item)
-    for cases in laws.values():
-        sampled = cases[0].get_closest_marker("sampled")
-        every = sampled.args[0] if sampled else 1 + ("contrib" in cases[0].path.parts)
-        drawn = sorted(cases, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
-        for item in drawn[-(-len(drawn) // every) :]:
+        if item.get_closest_marker("slow") is not None:
+            continue
+        sampled = item.get_closest_marker("sampled")
+        every = sampled.args[0] if sampled else 1 + ("contrib" in item.path.parts)
+        law = item.nodeid.partition("[")[0]
+        if cases[law] % every:
             item.add_marker(pytest.mark.slow)
+        cases[law] += 1
 
 
 def pytest_collection_finish() -> None:
