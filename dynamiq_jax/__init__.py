@@ -13,15 +13,13 @@ For one mean of your own choice:
 
 import importlib.util
 
-# Without JAX, `dynamiq_jax.messages` can still be imported: a coordinator needs NumPy alone.
+# Without JAX, `dynamiq_jax.islands` has the messages alone, which a coordinator reads with NumPy.
 if importlib.util.find_spec("jax"):
-    from dynamiq_jax import methods, reports, topologies, training
+    from dynamiq_jax import islands, methods, reports, topologies, training
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
     from dynamiq_jax._api.allocate_bits import allocate_bits
     from dynamiq_jax._api.compress import compress
-    from dynamiq_jax._api.decode import decode
-    from dynamiq_jax._api.encode import encode
     from dynamiq_jax._api.keep_memory import keep_memory
     from dynamiq_jax._api.psum import pmean, psum
     from dynamiq_jax._api.psum_scatter import psum_scatter
@@ -32,7 +30,6 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._inspection.step import inspect
     from dynamiq_jax._rewriting.compressed_step import CompressedStep
     from dynamiq_jax._rewriting.sums import Sum
-    from dynamiq_jax.messages import Message
     from dynamiq_jax.methods import DynamiQ
 
 __version__ = "0.2.0"
@@ -42,16 +39,14 @@ __all__ = [
     "CompressedStep",
     "Compression",
     "DynamiQ",
-    "Message",
     "Schedule",
     "Sum",
     "all_gather",
     "all_reduce_gradients",
     "allocate_bits",
     "compress",
-    "decode",
-    "encode",
     "inspect",
+    "islands",
     "keep_memory",
     "methods",
     "pmean",

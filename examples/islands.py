@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dynamiq_jax.contrib import Islands, SharedFolder
+from dynamiq_jax.islands import Islands, SharedFolder
 
 keys = jax.random.split(jax.random.key(0), 3)
 teacher = jax.random.normal(keys[0], (32, 16))

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
 LAYERS, WIDTH, ROWS = 8, 512, 32
+optimizer = optax.adamw(1e-3)
 
 
 def loss_fn(layers, x):
@@ -18,28 +19,23 @@ def loss_fn(layers, x):
     return jnp.mean(y**2)
 
 
+def train_step(layers, opt_state, x):
+    updates, opt_state = optimizer.update(jax.grad(loss_fn)(layers, x), opt_state, layers)
+    return optax.apply_updates(layers, updates), opt_state
+
+
 def make_step(bucket_bytes):
-    """Return a function that runs one pipelined step with buckets of some size."""
+    """Return a function that runs one train step with buckets of some size."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    pipelined = dq.training.Pipelined(
-        optimizer=optax.adamw(1e-3),
-        axis_name="data",
-        method=dq.Compression("bf16:ring:unroll=True", bucket_bytes=bucket_bytes),
-    )
-    specs = pipelined.state_specs
-
-    def train_step(state, x):
-        return pipelined.step(lambda layers: ((), jax.grad(loss_fn)(layers, x)), state)[1]
-
-    init = jax.shard_map(pipelined.init, mesh=mesh, in_specs=P(), out_specs=specs)
-    mapped = jax.shard_map(train_step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-    step = jax.jit(mapped, donate_argnums=0)
-    state = jax.jit(init)([jnp.eye(WIDTH)] * LAYERS)
-    x = jnp.ones((ROWS * mesh.size, WIDTH))
+    method = dq.Compression("bf16:ring:unroll=True", bucket_bytes=bucket_bytes)
+    step = dq.compress(jax.jit(train_step, donate_argnums=(0, 1)), "data", method=method)
+    layers = jax.device_put([jnp.eye(WIDTH) for _ in range(LAYERS)], NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.ones((ROWS * mesh.size, WIDTH)), NamedSharding(mesh, P("data")))
+    state = layers, optimizer.init(layers)
 
     def run():
         nonlocal state
-        state = step(state, x)
-        return state.step  # to wait for
+        state = step(*state, x)
+        return state[0][0]  # to wait for
 
     return run

@@ -4,7 +4,7 @@
 
 The mean over the rounds is compared with the mean over the workers. Noise averages out; what is
 left is bias. The drift is that of the sum of all magnitudes. All-reduces, plain and in error
-feedback, have rows of `kind` "all-reduce", and messages of `dq.encode` rows of `kind` "message".
+feedback, have rows of `kind` "all-reduce", and messages rows of `kind` "message".
 Gradients are synthetic: rows of lognormal magnitude, with normal or heavy-tailed values.
 """
 
@@ -21,6 +21,7 @@ from rich.progress import track
 import dynamiq_jax as dq
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
+from dynamiq_jax import islands
 from dynamiq_jax._measurement.gradients import worker_gradients
 
 _SIZE = 2**15  # coordinates
@@ -83,8 +84,8 @@ def of_messages(change: NDArray[np.float32], method: str, rounds: int) -> dict[s
     """Measure the drift of a change that is sent again and again, and the error of one message."""
     total = np.zeros(change.size)
     for number in range(rounds):
-        message = dq.encode([change], key=jax.random.key(number), method=method)
-        (decoded,) = dq.decode(message).values()
+        message = islands.encode([change], key=jax.random.key(number), method=method)
+        (decoded,) = islands.decode(message).values()
         total += np.asarray(decoded, np.float64).reshape(-1) / rounds
     truth = change.astype(np.float64).reshape(-1)
     return {**drift(total, truth), "vnmse": float(dq.vnmse(decoded, change))}

@@ -202,7 +202,7 @@ def halves() -> str:
         f"For {len(tensors)} kinds of tensors, {min(budgets):g} to {max(budgets):g} bits and 2, 4 "
         f"and 8 workers in a ring, the error of both halves is {min(ratios):.2f} to "
         f"{max(ratios):.2f} times that of `dq.pmean` with the same method and one bucket "
-        "(`python -m benchmarks.training.halves`).\n"
+        "(`python -m research.benchmarks.halves`).\n"
     )
 
 

@@ -145,6 +145,9 @@ def _each(axis_name: Any) -> tuple[Any, ...]:
 def find_axes(axis_name: Any) -> Axes:
     """Find axes in scope by their names; see `dynamiq_jax.psum`.
 
+    Args:
+      axis_name: name of an axis, or several, the slowest first.
+
     Raises:
       ValueError: see `axis_names`; a name that is no axis in scope.
     """
@@ -153,7 +156,11 @@ def find_axes(axis_name: Any) -> Axes:
 
 
 def find_axis(axis_name: Any) -> Axes:
-    """Find a single axis; raise ValueError for several."""
+    """Find a single axis; raise ValueError for several.
+
+    Args:
+      axis_name: its name.
+    """
     axes = find_axes(axis_name)
     if axes.fast:
         raise ValueError(

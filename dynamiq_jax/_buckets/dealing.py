@@ -2,36 +2,32 @@
 
 Pieces get equal bytes. If they were consecutive parts of the vectors, those with large values would
 have much more error than pieces whose bits go to all large values. A stripe is a piece of many
-leaves. A shard of a pipelined step is a piece of one bucket.
+leaves.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from numpy.typing import NDArray
 
 from dynamiq_jax._buckets.cutting import copied, cut
 from pallas_kernels._jax import compat
-from pallas_kernels._jax.dependencies import zeros_after
 from pallas_kernels.codec import SUPER_GROUP_SIZE
-from pallas_kernels.codec.rounding import mix
 from pallas_kernels.segments import Segment, Table
 
 # Coordinates of a small vector, and of neighbors that are dealt as one. Compilers take long for
 # loops that carry thousands of arrays. A vector that is dealt with others needs memory once more,
 # so that only a part of all coordinates is.
 _SMALL, _TOGETHER, _PART = 2**17, 2**20, 0.75
-# A row on a TPU is lines of 128 lanes, one after the other. As one line of 256, rows of several
-# pieces are interleaved in a register: XLA then needs another copy of all vectors to take them.
-_LANES = 128
-_ORDERS = 16  # of shifts
+# Shape of a row. On a TPU it is lines of 128 lanes, one after the other. As one line of 256, rows
+# of several pieces are interleaved in a register: XLA then needs another copy of all vectors to
+# take them.
+_ROW = (SUPER_GROUP_SIZE // 128, 128)
 # Rows of a piece: XLA for CPUs and GPUs reads and writes them as fast as a slice.
 _DISTINCT: Any = {
     "mode": "promise_in_bounds",
@@ -52,20 +48,16 @@ class Dealing:
     A vector of whole rows is not copied for its whole turns: loops read pieces from its memory, and
     write them there. Other vectors, and small neighbors, are copied; a single one is padded.
 
-    Row r of a turn goes to piece r. With `shifted`, it goes to piece r plus a shift, modulo
-    `pieces`. If all turns had the same shift, one piece would get all large rows of a matrix each
-    of whose rows is a turn. So consecutive turns have all shifts, in an order that seems random.
+    Row r of a turn goes to piece r.
     """
 
     columns: tuple[int, ...]  # coordinates of each vector
     pieces: int
-    granule: int = SUPER_GROUP_SIZE  # coordinates of a row
-    shifted: bool = False
 
     @property
     def size(self) -> int:
         """Coordinates of a piece, padding included."""
-        return self.granule * (sum(self._turns) + self._turns_of_rest)
+        return SUPER_GROUP_SIZE * (sum(self._turns) + self._turns_of_rest)
 
     def deal(self, vectors: Sequence[Array]) -> Dealt:
         """Return vectors, each [batch, columns], and their rest in whole turns.
@@ -75,7 +67,7 @@ class Dealing:
         sources = [vectors[each][:, self._first_copied(each) :] for each in self._copied]
         copies = iter(copied(sources, self._table))
         parts = [next(copies) if each is None else vectors[each] for each in self._kept]
-        return tuple(part.reshape(len(part), -1, *self._lines) for part in (*parts, *copies))
+        return tuple(part.reshape(len(part), -1, *_ROW) for part in (*parts, *copies))
 
     def undeal(self, dealt: Dealt) -> list[Array]:
         """Invert `deal`."""
@@ -87,7 +79,7 @@ class Dealing:
             if each is None:
                 continue
             if each in vectors:  # its rest, behind its whole turns
-                rest = vectors[each].reshape(len(part), -1, *self._lines)
+                rest = vectors[each].reshape(len(part), -1, *_ROW)
                 first = self._turns[each] * self.pieces
                 part = lax.dynamic_update_slice_in_dim(part, rest, first, axis=1)
             vectors[each] = part.reshape(len(part), -1)
@@ -102,7 +94,7 @@ class Dealing:
         )
 
     def take(self, dealt: Dealt, number: Array) -> Array:
-        """Return the piece of a number, [batch, size], without shifts, for loops."""
+        """Return the piece of a number, [batch, size], for loops."""
         parts = [
             part.at[:, rows].get(**_DISTINCT).reshape(len(part), -1)
             for part, rows in zip(dealt, self._rows_in(dealt, number), strict=True)
@@ -110,45 +102,18 @@ class Dealing:
         return lax.concatenate(parts, 1)
 
     def put(self, dealt: Dealt, number: Array, piece: Array) -> Dealt:
-        """Replace the piece of a number by other values, [batch, size], without shifts."""
+        """Replace the piece of a number by other values, [batch, size]."""
         places = self._rows_in(dealt, number)
-        values = cut(piece, [len(rows) * self.granule for rows in places])
+        values = cut(piece, [len(rows) * SUPER_GROUP_SIZE for rows in places])
         return tuple(
-            part.at[:, rows].set(one.reshape(len(part), -1, *self._lines), **_DISTINCT)
+            part.at[:, rows].set(one.reshape(len(part), -1, *_ROW), **_DISTINCT)
             for part, rows, one in zip(dealt, places, values, strict=True)
         )
-
-    def take_all(self, dealt: Dealt) -> Array:
-        """Return all pieces of one vector of a batch of 1, one after the other: [pieces * size]."""
-        (part,) = dealt
-        return self._gather(part, self._rows_of(jnp.arange(self.pieces, dtype=jnp.int32)))
-
-    def put_all(self, pieces: Array) -> Dealt:
-        """Invert `take_all`."""
-        place = jnp.arange(self.pieces, dtype=jnp.int32)
-        # Equal buckets must not share their shifts. Otherwise XLA for GPUs joins the permutations
-        # of all of them, and the first waits for the transfer of the last.
-        shifts = self._shifts(zeros_after(pieces, (self._rows,), jnp.uint32))
-        piece = (place[None, :] + shifts[:, None]) % self.pieces
-        number = jnp.arange(self._rows, dtype=jnp.int32)
-        rows = self._gather(pieces, piece * self._rows + number[:, None])
-        return (rows.reshape(1, -1, *self._lines),)
-
-    def places(self, piece: Array) -> Array:
-        """Return the places in one vector of the coordinates of pieces: int32 [coordinates].
-
-        Places from `columns` on are padding.
-
-        Args:
-          piece: indices of some pieces, int32 [number of them].
-        """
-        first = self._rows_of(piece).reshape(-1, 1) * self.granule
-        return (first + jnp.arange(self.granule, dtype=jnp.int32)[None, :]).reshape(-1)
 
     @property
     def _turn(self) -> int:
         """Coordinates of a turn."""
-        return self.granule * self.pieces
+        return SUPER_GROUP_SIZE * self.pieces
 
     @property
     def _turns(self) -> list[int]:
@@ -169,20 +134,9 @@ class Dealing:
     def _turns_of_rest(self) -> int:
         return -(-self._rest // self._turn)
 
-    @property
-    def _rows(self) -> int:
-        """Rows of a piece."""
-        return self.size // self.granule
-
-    @property
-    def _lines(self) -> tuple[int, int]:
-        """Shape of a row."""
-        lanes = math.gcd(self.granule, _LANES)
-        return self.granule // lanes, lanes
-
     def _has_whole_rows(self, vector: int) -> bool:
         """Return whether a vector of a number can be dealt in its own memory."""
-        return not self.shifted and self.columns[vector] % self.granule == 0
+        return self.columns[vector] % SUPER_GROUP_SIZE == 0
 
     @property
     def _groups(self) -> list[list[int]]:
@@ -250,8 +204,7 @@ class Dealing:
         return Table(tuple(segments), tuple(sources), (*results, *of_rest))
 
     def _rows_in(self, dealt: Dealt, number: Array) -> list[Array]:
-        """Return the rows of the piece of a number in each dealt vector, without shifts."""
-        assert not self.shifted
+        """Return the rows of the piece of a number in each dealt vector."""
         turns = [sum(self._turns[vector] for vector in group) for group in self._groups]
         turns += [self._turns_of_rest] * bool(self._rest)
         return [
@@ -263,33 +216,3 @@ class Dealing:
             )
             for count, part in zip(turns, dealt, strict=True)
         ]
-
-    def _rows_of(self, piece: Array) -> Array:
-        """Return the rows of one vector that pieces hold, int32 [number of pieces, rows]."""
-        place = (piece[:, None] - self._shifts()[None, :]) % self.pieces
-        return jnp.arange(self._rows, dtype=jnp.int32)[None, :] * self.pieces + place
-
-    def _shifts(self, zeros: Array | np.uint32 = np.uint32(0)) -> Array:
-        """Return the shifts of all turns, int32 [rows], at least 0 and below `pieces`.
-
-        They are computed when `zeros` are available.
-        """
-        turn = jnp.arange(self._rows, dtype=jnp.uint32) + zeros
-        if not self.shifted:
-            return jnp.zeros_like(turn, jnp.int32)
-        block, place = turn // np.uint32(self.pieces), turn % np.uint32(self.pieces)
-        bits = mix(block + np.uint32(1))
-        # One of a few orders and a shift of that. A table of all turns would be a large constant.
-        order = jnp.asarray(_orders(self.pieces))[bits % np.uint32(_ORDERS), place]
-        return ((order + (bits >> np.uint32(8))) % np.uint32(self.pieces)).astype(jnp.int32)
-
-    def _gather(self, values: Array, rows: Array) -> Array:
-        table = values.reshape(-1, self.granule).at[rows.reshape(-1)]
-        return table.get(mode="promise_in_bounds", unique_indices=True).reshape(-1)
-
-
-def _orders(pieces: int) -> NDArray[np.uint32]:
-    """Return permutations that seem random and are the same everywhere: [_ORDERS, pieces]."""
-    words: Any = np.arange(1, _ORDERS * pieces + 1, dtype=np.uint32)  # no array of JAX: static
-    hashes = np.asarray(mix(words)).reshape(_ORDERS, pieces)
-    return np.argsort(hashes, axis=1, kind="stable").astype(np.uint32)

@@ -64,7 +64,12 @@ def all_reduce(
 
 
 def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
-    """Count the bytes that each worker sends over the slow axis to sum leaves exactly."""
+    """Count the bytes that each worker sends over the slow axis to sum leaves exactly.
+
+    Args:
+      axes: axes of the collective.
+      leaves: anything with `shape` and `dtype`.
+    """
     # Booleans are sent as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     sizes = [math.prod(leaf.shape) for leaf in leaves]

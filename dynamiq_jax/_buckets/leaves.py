@@ -15,6 +15,9 @@ from dynamiq_jax._inputs import checks
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
     """Return the leaves of a tree as arrays, with the names for errors, and its structure.
 
+    Args:
+      tree: pytree of arrays and numbers.
+
     Raises:
       TypeError: a leaf is not an array or number.
     """

@@ -14,7 +14,11 @@ FALLBACK = "fallback"  # the exact sum above a limit
 
 
 def scope(label: str) -> Any:
-    """Return a context, or a decorator, in which operations have a label in their names."""
+    """Return a context, or a decorator, in which operations have a label in their names.
+
+    Args:
+      label: name of a method, or a part of a collective such as `EXACT`.
+    """
     return jax.named_scope(f"{_PREFIX}{label}")
 
 

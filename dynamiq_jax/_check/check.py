@@ -39,7 +39,11 @@ def check(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ValueError for a plan that cannot be run, whatever the values are."""
+    """Raise ValueError for a plan that cannot be run, whatever the values are.
+
+    Args:
+      plan: the plan.
+    """
     collective = plan.collective
     for index, (name, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
         collective.check(name, leaf)

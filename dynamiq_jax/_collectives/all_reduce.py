@@ -5,27 +5,44 @@ import dataclasses
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
-from dynamiq_jax._collectives.collective import WholeLeaves
+from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels._jax.compat import override
 
 
 @dataclasses.dataclass(frozen=True)
-class AllReduce(WholeLeaves):
+class AllReduce(Collective):
     """Sum or mean, whole on every worker."""
 
     mean: bool = False
 
     @property
-    @override
     def divisor(self) -> int:
+        """Number that sums are divided by."""
         return self.axes.num_workers if self.mean else 1
 
     @override
     def rules(self, compression: Compression) -> CutRules:
         return CutRules(compression.bucketing)
+
+    @override
+    def multiple(self, bucket: Bucket) -> int:
+        return 1
+
+    @override
+    def shape(self, leaf: Array) -> tuple[int, ...]:
+        return leaf.shape
+
+    @override
+    def restore(self, rows: Array, leaf: Array) -> Array:
+        return rows.reshape(leaf.shape)
+
+    @override
+    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
+        return exact.all_reduce(leaves, self.axes, self.divisor, token)
 
     @override
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import Method, Reduced, State
-from pallas_kernels._jax.compat import override
 
 Leaves = dict[int, Any]  # index in the flattened tree to leaf
 
@@ -116,29 +115,3 @@ class Collective(abc.ABC):
           exact_leaves: leaves that are summed exactly.
         """
         return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeLeaves(Collective):
-    """Collective whose result has the shapes of the leaves."""
-
-    @override
-    def multiple(self, bucket: Bucket) -> int:
-        return 1
-
-    @override
-    def shape(self, leaf: Array) -> tuple[int, ...]:
-        return leaf.shape
-
-    @override
-    def restore(self, rows: Array, leaf: Array) -> Array:
-        return rows.reshape(leaf.shape)
-
-    @override
-    def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
-        return exact.all_reduce(leaves, self.axes, self.divisor, token)
-
-    @property
-    @abc.abstractmethod
-    def divisor(self) -> int:
-        """Number that sums are divided by."""

@@ -92,7 +92,7 @@ class Advise:
     mean."""
 
     every: int | None = None
-    """Local steps between two rounds of islands (contrib.Islands). If given, the last lines are the
+    """Local steps between two rounds of islands (islands.Islands). If given, the last lines are the
     speeds of the link that islands need."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -196,7 +196,12 @@ def check_floating(name: str, tree: Any, why: str) -> None:
 
 
 def check_chunked(method: Method, function: str) -> None:
-    """Raise ValueError for a method that a half of the all-reduce cannot use."""
+    """Raise ValueError for a method that a half of the all-reduce cannot use.
+
+    Args:
+      method: the method.
+      function: name of the function, for the error.
+    """
     if not isinstance(method, ChunkedMethod):
         raise ValueError(
             f"method={method!r} cannot be used in {function}. Use one that compresses chunks, "

@@ -4,7 +4,7 @@ SHARE = 0.1  # of the time of the local steps that an exchange may take
 
 
 def island_rate(size: int, islands: int, bits: float, seconds: float) -> float:
-    """Return the bits a second at which an exchange of `contrib.Islands` takes `SHARE` of a round.
+    """Return the bits a second at which an exchange of `islands.Islands` takes `SHARE` of a round.
 
     An island sends its message once, and receives those of all others.
 

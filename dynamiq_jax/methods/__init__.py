@@ -1,6 +1,6 @@
 """Compression methods, and the interface of a method of one's own.
 
-`dynamiq_jax.contrib` has further published systems. `resolve_method` finds both by name.
+`dynamiq_research` has further published systems. `resolve_method` finds both by name.
 """
 
 from dynamiq_jax._core import (

@@ -81,6 +81,13 @@ METHODS = Registry(
     },
     group="dynamiq_jax.methods",
 )
+# Names in the distribution of research, for the error where it is not installed.
+OF_RESEARCH = frozenset(
+    (
+        *("arc_top_k", "entropy_coded", "flash_communication", "marsit", "omnireduce", "rand_k"),
+        *("split_sketch", "thc", "top_k", "ef21m", "gc"),
+    )
+)
 # Methods with other defaults.
 PRESETS: dict[str, Factory] = {
     "paper": DynamiQ.paper,
@@ -122,6 +129,12 @@ def resolve_method(method: Method | str) -> Method:
             return WRAPPERS[wrapper](inner=made) if plus else made
         except ValueError as error:
             raise ValueError(f"method={method!r}: {error}") from None
+    lacking = sorted({naming.head(inner), wrapper} & (OF_RESEARCH - {*known, *WRAPPERS}))
+    if lacking:
+        raise ValueError(
+            f"method={method!r} is not installed: {lacking[0]!r} is in dynamiq-jax-research. Call "
+            "pip install dynamiq-jax-research."
+        )
     raise ValueError(
         f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "
         f"{sorted(known)}, such as 'dynamiq:5'. One of {sorted(WRAPPERS)} and '+' before it "

@@ -1,4 +1,4 @@
-"""Checks of parameters that all workers share, and products with them."""
+"""Checks of parameters that all workers share."""
 
 from typing import Any
 
@@ -55,12 +55,6 @@ def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
     if found != expected:
         apart = sorted(set(found) ^ set(expected)) or found
         raise ValueError(f"{what}: {'; '.join(apart)[:300]} is in one of both alone. {remedy}")
-
-
-def scaled(leaf: Array, by: Array | float) -> Array:
-    """Return a product with a scalar in the dtype of the leaf, computed in 32 bits or more."""
-    values = wide(leaf)
-    return (values * jnp.asarray(by, values.dtype)).astype(leaf.dtype)
 
 
 def wide(leaf: Array) -> Array:

@@ -6,7 +6,7 @@
     own_thread    calls outside of a trace, with a limit of time
     platforms     a choice by platform, of which JAX traces what it lowers
 
-It is private to the project: both packages import it, but for `dynamiq_jax.contrib`, which takes
+It is private to the project: both packages import it, but for `dynamiq_research`, which takes
 public names alone. Authors of extensions find the parts of it that they need in
 `dynamiq_jax.parts`. It imports nothing of the project.
 """

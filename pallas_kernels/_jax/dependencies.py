@@ -13,6 +13,9 @@ def never(value: Array) -> Array:
 
     XLA removes `lax.optimization_barrier` before it schedules a program. It does not find that this
     comparison is always false.
+
+    Args:
+      value: an array that is not empty.
     """
     first = _first(value).real
     if jnp.issubdtype(first.dtype, jnp.floating):

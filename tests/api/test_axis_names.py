@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.training import LocalSGD, Pipelined
+from dynamiq_jax.training import LocalSGD
 from tests.compress.forms import every_sum
 
 KEY = jax.random.key(0)
@@ -74,9 +74,6 @@ FUNCTIONS = {
     "lower of compress": lambda mesh, axis: compressed(mesh, axis).lower(ROWS),
     "LocalSGD": inside(
         lambda rows, axis: LocalSGD(outer=optax.sgd(0.7), every=2, axis_name=axis).init(rows)
-    ),
-    "Pipelined": inside(
-        lambda rows, axis: Pipelined(optimizer=optax.sgd(0.1), axis_name=axis).init(rows)
     ),
 }
 

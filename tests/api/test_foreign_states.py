@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._plan.state_names import check_names
-from dynamiq_jax.contrib import EF21M, GlobalCompensation, SplitSketch
 from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD, TopKChunked
 from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
@@ -22,9 +21,6 @@ WORKERS = 3
 METHODS: tuple[Method, ...] = (
     ErrorFeedback(inner=TopKChunked(bits=2.0)),
     PowerSGD(),
-    SplitSketch(),
-    EF21M(inner=dq.methods.Exact()),
-    GlobalCompensation(inner=dq.methods.BF16()),
 )
 
 

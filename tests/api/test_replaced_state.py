@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen
 from jax import lax
@@ -41,11 +40,6 @@ def of_local_sgd(tree):
     return step.update(tree, step.init(tree), due=step.due(0))[0]
 
 
-def of_pipelined(tree):
-    step = training.Pipelined(optimizer=optax.sgd(0.1), axis_name="data")
-    return step.scatter(tree, step.gather(step.init(tree))).shards
-
-
 IN_MAPS = {
     "psum": lambda tree: dq.psum(tree, "data", key=KEY),
     "pmean": lambda tree: dq.pmean(tree, "data", key=KEY),
@@ -57,7 +51,6 @@ IN_MAPS = {
     "all_reduce_gradients": of_gradients,
     "all_reduce_gradients, with a state": functools.partial(of_gradients, method="ef+dynamiq"),
     "LocalSGD": of_local_sgd,
-    "Pipelined": of_pipelined,
 }
 
 

@@ -1,4 +1,4 @@
-"""Rows of vectors that are dealt to pieces: stripes, and shards of pipelined steps."""
+"""Rows of vectors that are dealt to stripes."""
 
 import jax
 import jax.numpy as jnp
@@ -78,53 +78,3 @@ def test_many_small_vectors_are_few_arrays(size):
     groups = Dealing((size,) * 1000, 4)._groups
     assert len(groups) <= 250 + 2**20 // size + 1000 * size // 2**20
     assert sum(len(group) for group in groups if len(group) > 1) >= 749
-
-
-def take_all(dealing, vector):
-    return np.asarray(dealing.take_all(dealing.deal([jnp.asarray(vector)[None]])))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shifted", (True, False))
-@pytest.mark.parametrize("pieces, rows", ((1, 3), (2, 5), (3, 4), (8, 7)))
-def test_all_pieces_of_a_vector_and_back(pieces, rows, shifted):
-    """`places` has the coordinates of the pieces, and zeros are where there are none."""
-    size = 4 * pieces * rows - 3
-    dealing = Dealing((size,), pieces, granule=4, shifted=shifted)
-    assert dealing.size == 4 * rows
-    vector = np.arange(1, size + 1, dtype=np.int32)
-    taken = take_all(dealing, vector)
-    places = np.asarray(dealing.places(jnp.arange(pieces, dtype=jnp.int32)))
-    np.testing.assert_array_equal(np.where(places < size, places + 1, 0), taken)
-    (back,) = dealing.undeal(dealing.put_all(jnp.asarray(taken)))
-    np.testing.assert_array_equal(back, vector[None])
-
-
-def test_a_piece_that_a_loop_takes_is_that_of_all_pieces():
-    """Stripes and shards are dealt by one rule. Shifts alone set them apart."""
-    vector = np.arange(1, 256 * 13, dtype=np.float32)
-    dealing = Dealing(vector.shape, 3)
-    dealt = dealing.deal([jnp.asarray(vector)[None]])
-    one_by_one = [dealing.take(dealt, np.int32(number))[0] for number in range(3)]
-    np.testing.assert_array_equal(np.concatenate(one_by_one), take_all(dealing, vector))
-    shifted = take_all(Dealing(vector.shape, 3, shifted=True), vector)
-    assert np.any(shifted != np.concatenate(one_by_one))
-    turns = (one.reshape(3, -1, 256).swapaxes(0, 1) for one in (shifted, np.stack(one_by_one)))
-    for of_shifted, of_plain in zip(*turns, strict=True):
-        assert {*of_shifted[:, 0]} == {*of_plain[:, 0]}, "a turn has the same rows"
-
-
-@pytest.mark.parametrize("pieces", (2, 3, 8))
-def test_every_piece_gets_its_share_of_rows_with_any_period(pieces):
-    """One of each turn, and about as many of the rows at equal distances."""
-    size = 1200 * pieces
-    dealing = Dealing((size,), pieces, granule=1, shifted=True)
-    piece = np.empty(size, int)
-    piece[take_all(dealing, np.arange(size))] = np.repeat(np.arange(pieces), 1200)
-    turns = np.sort(piece.reshape(-1, pieces), axis=1)
-    np.testing.assert_array_equal(turns, np.tile(np.arange(pieces), (1200, 1)))
-    for period in range(1, 80):
-        for first in range(min(period, 3)):
-            counts = np.bincount(piece[first::period], minlength=pieces)
-            expected = size / period / pieces
-            assert np.all(abs(counts - expected) <= 1 + 4.5 * np.sqrt(expected))

@@ -308,11 +308,10 @@ OVER_PARTS = {"a|c": "ef+bf16", "": "ef+mxfp8"}
     ("before", "after", "words"),
     (
         (OVER_PARTS, {"a|b": "ef+bf16", "": "ef+mxfp8"}, ("'ErrorFeedback-a_b-", "leaves differ")),
-        ("ef+bf16", "gc+bf16", ("'GlobalCompensation-", "the kinds differ")),
+        ("ef+bf16", "powersgd:rank=2", ("'PowerSGD_rank_2-", "the kinds differ")),
         ("ef+bf16", "bf16", ("these gradients need no state",)),
         ("bf16", "ef+bf16", ("no state, but these gradients need",)),
         ("powersgd:rank=2", "powersgd:rank=3", ("'PowerSGD_rank_3-", "the kinds differ")),
-        ("split_sketch", "split_sketch:group=32", ("the kinds differ",)),
         (
             Decaying(),
             Decaying(decay=0.25),

@@ -259,12 +259,9 @@ def test_states_are_split_as_the_gradients_are():
 @pytest.mark.parametrize(
     "method",
     (
-        "ef+marsit",
-        "gc+marsit",
-        "ef+split_sketch:4",
-        "ef+entropy_coded:coder=patched",
-        "ef21m+thc:block=256",
-        "ef21m+arc_top_k:8:inner=exact",
+        "ef+mxfp4",
+        "ef+topk_chunked:8",
+        "ef+dynamiq:4",
     ),
 )
 def test_states_of_every_kind_resume_on_shards(method):

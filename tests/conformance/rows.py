@@ -1,9 +1,12 @@
 """The table of methods for the conformance tests: one row a method, with the bounds of its error.
 
-`tests/contrib/rows.py` has the rows of research.
+`--rows MODULE:NAME` runs the laws on the rows of another package, such as those of research:
+`research.tests.rows:RESEARCH`.
 """
 
 import dataclasses
+import importlib
+from collections.abc import Mapping
 from typing import Literal
 
 import dynamiq_jax as dq
@@ -25,12 +28,16 @@ class Row:
     """Least and largest gain of the mean over keys, less one."""
     reach: int | None = None
     """Number of coordinates that are NaN with one of them, where it is fixed."""
+    most_lost: int | None = None
+    """Most coordinates that are NaN with one of them, where it is not fixed."""
     recodes: bool = False
     """True if each hop decodes, adds and encodes, with errors of one kind."""
     stays: bool = False
     """True if a value that is not finite changes no coordinate beyond its reach."""
     same_bits: bool = True
     """False if sums of squares or products may be added in another order on a mesh."""
+    draws: bool = False
+    """True if it draws, indexes or counts in a way of its own."""
     floats: bool = False
     """True if its messages are float32, and False if they are integers."""
     mesh: tuple[str, ...] = ("ring",)
@@ -78,7 +85,7 @@ PRODUCT = {
     # The energy of the smallest seven of eight blocks.
     "topk_chunked": Row(method=resolve_method("topk_chunked"), error=(0.17, 0.25), reach=1),
     # Noise has no low rank: most of it is left out.
-    "powersgd": Row(method=PowerSGD(), error=(0.7, 0.95), same_bits=False, floats=True),
+    "powersgd": Row(method=PowerSGD(), error=(0.7, 0.95), same_bits=False, draws=True, floats=True),
     "error_feedback": Row(
         method=ErrorFeedback(inner=PowerSGD()),
         error=(0.7, 0.95),
@@ -87,3 +94,18 @@ PRODUCT = {
         mesh=("all_to_all",),
     ),
 }
+
+
+_chosen = PRODUCT
+
+
+def choose(name: str) -> None:
+    """Run the laws on the rows of a name, MODULE:NAME, in place of those of the product."""
+    global _chosen
+    module, _, attribute = name.partition(":")
+    _chosen = getattr(importlib.import_module(module), attribute)
+
+
+def chosen() -> Mapping[str, Row]:
+    """Return the rows of this run."""
+    return _chosen

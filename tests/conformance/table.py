@@ -1,4 +1,4 @@
-"""All rows of the table: methods of the product and of research, by name."""
+"""The rows of this run, by name, and what the laws make of them."""
 
 import functools
 import math
@@ -7,16 +7,16 @@ import numpy as np
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ChunkedMethod
-from tests.conformance.rows import PRODUCT
-from tests.contrib.rows import RESEARCH
+from tests.conformance.rows import chosen
 from tests.support.gradients import of_workers
 from tests.support.workers import call_on
 
 NUM_WORKERS, SIZE = 4, 20_001  # divides by nothing
 MATRIX = (177, 113)  # of as many coordinates: a vector has no rank
-ROWS = PRODUCT | RESEARCH
+ROWS = chosen()
 CASES = {name: row.method for name, row in ROWS.items()}
-TRACED = CASES | {"dynamiq": dq.DynamiQ.paper()}  # has three widths, where the default has eight
+# Three widths, where the default has eight.
+TRACED = {name: dq.DynamiQ.paper() if name == "dynamiq" else CASES[name] for name in CASES}
 CHUNKED = [name for name, method in CASES.items() if isinstance(method, ChunkedMethod)]
 
 

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AxisType
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib import THC
 from dynamiq_jax.methods import Method
 from tests.support.gradients import of_workers
 from tests.support.hlo import Collective, collectives
@@ -113,9 +112,6 @@ CASES = {
     ),
     "all_gather": Case(
         gathering(TWO_WIDTHS), half_of(TWO_WIDTHS, "all_gather", "ring", 4), tree=HALF
-    ),
-    "all_gather of thc": Case(
-        gathering(THC(block=256)), half_of(THC(block=256), "all_gather", "ring", 4), tree=HALF
     ),
     "hosts": hosts_case("ring", STOCHASTIC),
     "hosts butterfly": hosts_case("butterfly", STOCHASTIC, check_vma=False),

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib import THC
 from dynamiq_jax.methods import MXFP8, Axis, Call, PowerSGD, WireCost
 from dynamiq_jax.topologies import Ring
 from tests.conformance.table import CHUNKED, MATRIX, NUM_WORKERS, SIZE, TRACED
@@ -57,7 +56,8 @@ def traced_bytes(fn, call: Call, *shape: int) -> tuple[float, object]:
 
 
 WIRE = TRACED | {
-    "topk_of_thc": dq.methods.TopKChunked(inner=THC()),  # two kinds of statistics
+    # Two kinds of statistics.
+    "topk_of_mx": dq.methods.TopKChunked(inner=MXFP8(shared_scale=True)),
     "powersgd_of_mx": PowerSGD(inner=MXFP8(shared_scale=True)),  # two messages with statistics
 }
 

@@ -13,7 +13,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib import THC
 from dynamiq_jax.methods import BlockInt, ErrorFeedback, Method, PowerSGD
 from dynamiq_jax.topologies import AllToAll, Ring
 from tests.support.checkpoints import Run, of_buckets, only
@@ -31,7 +30,6 @@ INNER = {
     "powersgd": (LOW_RANK, (0.05, 1.0), 1e-10),
     "powersgd in bf16": (PowerSGD(rank=4, inner=dq.methods.BF16()), (0.05, 1.0), 1e-4),
     "nearest": (NEAREST, (1e-6, 0.01), 0.02),
-    "thc": (THC(), (1e-3, 0.05), 1e-10),
     "bf16": (dq.methods.BF16(), (1e-7, 1e-4), 1e-4),
     "exact": (dq.methods.Exact(), (0, 0), 1e-10),
 }

@@ -14,21 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib import OmniReduce
-from dynamiq_jax.methods import Axis, TopKChunked
+from dynamiq_jax.methods import TopKChunked
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from tests.support.gradients import of_workers
 from tests.support.hlo import TREE
-from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, call_on, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 4, 64, 40
 SIZE = NUM_BLOCKS * BLOCK - 17  # the last block is padded
 KEY = jax.random.key(2)
-OMNI = OmniReduce(density=None, capacity=0.5, inner=dq.methods.Exact(), block_size=BLOCK)
-OMNI_ROOM = 20
 TOP_K = TopKChunked(bits=8.0, inner=dq.methods.Exact(), block_size=BLOCK)
 TOP_K_ROOM = TOP_K.num_chosen(call_on(SIZE, NUM_WORKERS))
-both = pytest.mark.parametrize("method", (OMNI, TOP_K), ids=("omnireduce", "topk_chunked"))
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -68,131 +64,6 @@ def in_blocks(flat: np.ndarray) -> np.ndarray:
 def restricted(flat: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """Return values [..., size] with all but some blocks, bool [..., blocks], set to zero."""
     return np.where(np.repeat(blocks, BLOCK, axis=-1)[..., : flat.shape[-1]], flat, np.float32(0))
-
-
-def integers(seed: int, wanted: np.ndarray) -> np.ndarray:
-    """Return [n, SIZE] with nonzero values in the wanted blocks, bool [n, blocks]. Their sums are
-    exact in any order.
-    """
-    values = np.random.default_rng(seed).integers(-50, 50, (len(wanted), SIZE)).astype(np.float32)
-    values[:, ::BLOCK] = 7  # no wanted block is zero by chance
-    return restricted(values, wanted)
-
-
-# ------------------------------------------------------------------------------------- OmniReduce
-
-
-@given(seed=seeds, union_size=st.integers(0, OMNI_ROOM), density=st.floats(0.1, 1))
-def test_the_sum_is_exact_where_the_union_fits(seed, union_size, density):
-    rng = np.random.default_rng(seed)
-    union = np.isin(np.arange(NUM_BLOCKS), rng.choice(NUM_BLOCKS, union_size, replace=False))
-    gradients = integers(seed, union & (rng.random((NUM_WORKERS, NUM_BLOCKS)) < density))
-    total, applied, metrics = reduced(OMNI, gradients)
-    np.testing.assert_array_equal(total, gradients.sum(axis=0))
-    np.testing.assert_array_equal(applied, gradients)
-    assert metrics == {"left_out": 0}
-
-
-@given(seed=seeds, density=st.floats(0.05, 1))
-def test_what_does_not_fit_is_told_and_is_what_few_workers_want(seed, density):
-    """Law: a worker applies its chosen blocks and nothing else, and the sum is what all apply."""
-    rng = np.random.default_rng(seed)
-    wanted = rng.random((NUM_WORKERS, NUM_BLOCKS)) < density
-    gradients = integers(seed, wanted)
-    total, applied, metrics = reduced(OMNI, gradients)
-    votes = wanted.sum(axis=0)
-    first = np.lexsort((np.arange(NUM_BLOCKS), -votes))[:OMNI_ROOM]
-    chosen = np.isin(np.arange(NUM_BLOCKS), first) & (votes > 0)
-    np.testing.assert_array_equal(applied, restricted(gradients, chosen))
-    np.testing.assert_array_equal(total, applied.sum(axis=0))
-    union = np.count_nonzero(votes)
-    left_out = np.float32(max(union - OMNI_ROOM, 0)) / np.float32(max(union, 1))
-    assert metrics == {"left_out": left_out}
-
-
-def test_there_are_cases_of_both_kinds():
-    for density, fits in ((0.1, True), (0.9, False)):
-        wanted = np.random.default_rng(0).random((NUM_WORKERS, NUM_BLOCKS)) < density
-        assert (np.count_nonzero(wanted.any(axis=0)) <= OMNI_ROOM) == fits
-
-
-@given(seed=seeds)
-def test_the_union_is_that_of_the_largest_blocks_of_each_worker(seed):
-    """With a density, on dense gradients. Many norms are equal: of these, the first."""
-    rng = np.random.default_rng(seed)
-    exponents = rng.integers(0, 20, (NUM_WORKERS, NUM_BLOCKS))
-    signs = rng.choice(np.array((-1, 1)), (NUM_WORKERS, NUM_BLOCKS, BLOCK))
-    gradients = np.ldexp(signs, exponents[..., None]).reshape(NUM_WORKERS, -1).astype(np.float32)
-    method = dataclasses.replace(OMNI, density=0.1)
-    total, _, metrics = reduced(method, gradients)
-    union = np.zeros(NUM_BLOCKS, bool)
-    for local in exponents:
-        union[np.argsort(-local, kind="stable")[:4]] = True
-    assert 4 <= np.count_nonzero(union) <= 16
-    np.testing.assert_array_equal(total, restricted(gradients.sum(axis=0), union))
-    assert metrics["left_out"] == 0
-
-
-def test_a_density_of_sparse_gradients_wants_no_zeros():
-    """Of three blocks that are not zero, not more than three, though the density is 20."""
-    wanted = np.zeros((NUM_WORKERS, NUM_BLOCKS), bool)
-    wanted[:, 37:] = True
-    method = dataclasses.replace(OMNI, density=0.5, capacity=0.05)  # two of 40
-    total, _, metrics = reduced(method, integers(0, wanted))
-    assert metrics["left_out"] == np.float32(1 / 3)
-    np.testing.assert_array_equal(np.flatnonzero(in_blocks(total).any(axis=1)), (37, 38))
-
-
-def test_the_share_left_out_is_a_metric_of_every_step_on_a_mesh(data_mesh):
-    """Steps that want 10, 40 and 25 blocks, of which 20 fit."""
-    reduce = dq.all_reduce_gradients("data", method=OMNI)
-    wanted = np.arange(NUM_BLOCKS) < np.array((10, 40, 25))[:, None]
-    steps = np.stack([integers(i, np.tile(row, (NUM_WORKERS, 1))) for i, row in enumerate(wanted)])
-
-    def local(_, gradients):
-        def step(state, gradient):
-            update, state = reduce.update(gradient, state)
-            return state, (update, state.metrics["left_out"])
-
-        state = reduce.init(gradients[0])
-        assert state.method == {}
-        return jax.lax.scan(step, state, gradients)[1]
-
-    run = on_mesh(local, data_mesh(NUM_WORKERS), check_vma=False)
-    updates, left_out = run(KEY, steps.swapaxes(0, 1))
-    shares = np.array((0, 20 / 40, 5 / 25), np.float32)
-    expected = restricted(steps.sum(axis=1), np.arange(NUM_BLOCKS) < OMNI_ROOM)
-    for worker in range(NUM_WORKERS):
-        np.testing.assert_array_equal(left_out[worker], shares)
-        np.testing.assert_array_equal(updates[worker], expected / NUM_WORKERS)
-
-
-def test_the_metric_of_a_tree_is_the_mean_over_coordinates():
-    """Of two buckets, the smaller one leaves nothing out, and the larger one half of its blocks."""
-    whole = np.ones((NUM_WORKERS, SIZE), np.float32)
-    few = integers(0, np.tile(np.arange(NUM_BLOCKS) < 3, (NUM_WORKERS, 1)))[:, : 16 * BLOCK]
-    options = dq.Compression(bucket_bytes=1, bucketing="in_order")
-    reduce = dq.all_reduce_gradients("data", method=dataclasses.replace(options, method=OMNI))
-    _, state = simulated(lambda _, tree: reduce.update(tree, reduce.init(tree)))(KEY, [whole, few])
-    expected = 0.5 * SIZE / (SIZE + 16 * BLOCK)
-    np.testing.assert_allclose(state.metrics["left_out"], np.full(NUM_WORKERS, expected), rtol=1e-6)
-
-
-def test_a_sum_needs_no_state():
-    """`dq.psum` takes the method too, and returns the sum alone."""
-    gradients = integers(0, np.ones((NUM_WORKERS, NUM_BLOCKS), bool))
-    total = simulated(lambda key, g: dq.psum(g, "data", key=key, method=OMNI))(KEY, gradients)
-    expected = restricted(gradients.sum(axis=0), np.arange(NUM_BLOCKS) < OMNI_ROOM)
-    np.testing.assert_array_equal(total, np.tile(expected, (NUM_WORKERS, 1)))
-
-
-@pytest.mark.parametrize("many", (254, 255, 256, 300))
-def test_counts_of_very_many_workers_are_no_sign_of_nan(many):
-    """Votes are bytes, of which one value means not finite: without room, such blocks are NaN."""
-    run = simulated(lambda _, blocks: OMNI.scores(blocks, Axis("data", many), KEY))
-    blocks = np.ones((many, 2, BLOCK), np.float32)
-    blocks[1:, 1] = 0
-    np.testing.assert_array_equal(run(KEY, blocks), np.tile((min(many, 254), 1), (many, 1)))
 
 
 # ------------------------------------------------------------------------------- top-k of blocks
@@ -258,12 +129,11 @@ def test_all_blocks_are_summed_where_there_are_bits_for_all():
     assert np.any(error > 0)
 
 
-# ------------------------------------------------------------------------------------------ both
+# ----------------------------------------------------------------------------- any sparse blocks
 
 
-@both
 @given(seed=seeds)
-def test_units_of_the_gradient_do_not_matter(method, seed):
+def test_units_of_the_gradient_do_not_matter(seed, method=TOP_K):
     gradients = of_workers(seed, NUM_WORKERS, SIZE)
     total, _, _ = reduced(method, gradients)
     assert np.any(total)
@@ -272,8 +142,7 @@ def test_units_of_the_gradient_do_not_matter(method, seed):
         np.testing.assert_array_equal(scaled, total * np.float32(unit))
 
 
-@both
-def test_nan_and_inf_surface_and_stay_in_their_blocks(method):
+def test_nan_and_inf_surface_and_stay_in_their_blocks(method=TOP_K):
     """In the least of all blocks, and there alone."""
     gradients = of_workers(3, NUM_WORKERS, SIZE)
     gradients[:, -3 * BLOCK :] = 0
@@ -285,27 +154,25 @@ def test_nan_and_inf_surface_and_stay_in_their_blocks(method):
     assert np.any(total[: -3 * BLOCK])
 
 
-@both
-def test_more_blocks_that_are_not_finite_than_there_is_room_for_surface(method):
+def test_more_blocks_that_are_not_finite_than_there_is_room_for_surface(
+    method=dataclasses.replace(TOP_K, bits=1.0),
+):
     gradients = of_workers(4, NUM_WORKERS, SIZE)
     gradients[1, :: 2 * BLOCK] = np.nan
-    small = {"capacity": 0.1} if isinstance(method, OmniReduce) else {"bits": 1.0}
-    total, applied, _ = reduced(dataclasses.replace(method, **small), gradients)
+    total, applied, _ = reduced(method, gradients)
     spoilt = np.isnan(in_blocks(total)).any(axis=1)
     np.testing.assert_array_equal(spoilt, np.arange(NUM_BLOCKS) % 2 == 0)
     # What the others leave out is theirs to keep, not NaN.
     assert np.all(np.isfinite(applied[0]))
 
 
-@both
-def test_zeros_are_zeros(method):
+def test_zeros_are_zeros(method=TOP_K):
     total, applied, metrics = reduced(method, np.zeros((NUM_WORKERS, SIZE), np.float32))
     assert not np.any(total) and not np.any(applied)
     assert not any(metrics.values())
 
 
-@both
-def test_subnormal_blocks_do_no_harm(method):
+def test_subnormal_blocks_do_no_harm(method=TOP_K):
     """They are too small for float32 arithmetic on many devices: they may go, not turn into NaN."""
     gradients = np.full((NUM_WORKERS, SIZE), 1e-40, np.float32)
     gradients[:, 5 * BLOCK : 6 * BLOCK] = 1e-30
@@ -314,8 +181,8 @@ def test_subnormal_blocks_do_no_harm(method):
     assert np.all(np.abs(np.delete(total, np.s_[5 * BLOCK : 6 * BLOCK])) < 1e-38)
 
 
-@pytest.mark.parametrize(("method", "dtype"), ((OMNI, jnp.bfloat16), (TOP_K, jnp.float16)))
-def test_narrow_gradients_give_the_sum_of_their_values(method, dtype):
+@pytest.mark.parametrize("dtype", (jnp.float16, jnp.bfloat16))
+def test_narrow_gradients_give_the_sum_of_their_values(dtype, method=TOP_K):
     gradients = jnp.asarray(1e3 * of_workers(5, NUM_WORKERS, SIZE)).astype(dtype)
     total, applied, _ = reduced(method, gradients)
     wide, wide_applied, _ = reduced(method, gradients.astype(jnp.float32))
@@ -324,29 +191,19 @@ def test_narrow_gradients_give_the_sum_of_their_values(method, dtype):
     assert total.dtype == np.float32 and np.any(total)
 
 
-@both
-def test_there_is_room_for_one_block_at_least(method):
-    small = {"capacity": 0.01} if isinstance(method, OmniReduce) else {"bits": 0.3}
-    method, size = dataclasses.replace(method, **small), BLOCK + 1
+def test_there_is_room_for_one_block_at_least(method=dataclasses.replace(TOP_K, bits=0.3)):
+    size = BLOCK + 1
     assert [method.num_chosen(call_on(s, NUM_WORKERS)) for s in (1, size)] == [1, 1]
     gradients = np.tile(np.arange(1, size + 1, dtype=np.float32), (NUM_WORKERS, 1))
     total, _, _ = reduced(method, gradients)
     assert np.count_nonzero(in_blocks(total).any(axis=1)) == 1
 
 
-@pytest.mark.parametrize(("name", "bits"), (("omnireduce", 8.0), ("topk_chunked", 2.0)))
-def test_the_defaults_cost_the_bits_of_their_docstrings(name, bits):
+def test_the_defaults_cost_the_bits_of_their_docstrings(name="topk_chunked", bits=2.0):
     assert dq.wire_report(TREE, 8, method=name).bits == pytest.approx(bits, abs=0.06)
 
 
 # ---------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize("name", ("density", "capacity"))
-@pytest.mark.parametrize("share", (0, -0.5, 1.01, float("nan"), "half"))
-def test_impossible_shares(name, share):
-    with pytest.raises(ValueError, match=rf"{name}={share!r} is out of range\. Give a share"):
-        OmniReduce(**{name: share})
 
 
 @pytest.mark.parametrize("bits", (1 / 16, 0, 32.5, float("nan"), "2", True))
@@ -355,12 +212,11 @@ def test_bits_out_of_range(bits):
         TopKChunked(bits=bits)
 
 
-@pytest.mark.parametrize("cls", (OmniReduce, TopKChunked))
-def test_impossible_blocks_and_inner_methods(cls):
+def test_impossible_blocks_and_inner_methods(cls=TopKChunked):
     assert issubclass(cls, SparseBlocks)
     for block_size in (0, 2.5, None):
         with pytest.raises(ValueError, match=f"block_size={block_size!r} is not possible.*Give"):
             cls(block_size=block_size)
-    for inner in ("bf16", OmniReduce()):
+    for inner in ("bf16", TopKChunked()):
         with pytest.raises(ValueError, match=r"(?s)inner=.*cannot sum blocks.*Give one"):
             cls(inner=inner)

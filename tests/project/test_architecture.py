@@ -13,7 +13,9 @@ from importlib.util import find_spec
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax import contrib, messages, parts
+from dynamiq_jax import islands, parts
+from dynamiq_jax.islands import merging, messages
+from dynamiq_jax.parts import collectives
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("dynamiq_jax", "pallas_kernels")
@@ -21,7 +23,6 @@ PACKAGES = ("dynamiq_jax", "pallas_kernels")
 # Each layer may import itself and those before it.
 LAYERS = (
     "pallas_kernels",
-    "dynamiq_jax.messages",
     "dynamiq_jax._core",
     "dynamiq_jax.topologies",
     "dynamiq_jax.methods",
@@ -36,24 +37,24 @@ LAYERS = (
     "dynamiq_jax._bit_allocation",
     "dynamiq_jax._api",
     "dynamiq_jax.training",
+    "dynamiq_jax.islands",
     "dynamiq_jax._inspection",
     "dynamiq_jax.reports",
     "dynamiq_jax.__init__",
     "dynamiq_jax.parts",
-    "dynamiq_jax.contrib",
     "dynamiq_jax._console",
     "dynamiq_jax._measurement",
     "dynamiq_jax._prediction",
     "dynamiq_jax._commands",
     "dynamiq_jax.__main__",
 )
-WING = "dynamiq_jax.contrib"
 # Private to the project, and the base of all its packages.
 ROOM_OF_ALL = "pallas_kernels._jax"
 # The command line and its rooms.
-ON_TOP = LAYERS[LAYERS.index(WING) + 1 :]
-# A system may have a command. It is of the layer of the commands, and not of the library.
-COMMAND = re.compile(rf"{re.escape(WING)}\.\w+\.(command|__main__)")
+ON_TOP = LAYERS[LAYERS.index("dynamiq_jax.parts") + 1 :]
+# Packages and modules with public names.
+FACADES = (dq, dq.methods, dq.topologies, dq.training, islands, merging, messages, parts)
+FACADES += (collectives,)
 # Functions with one keyword for each choice of a user.
 COLLECTIVES = {
     "psum",
@@ -63,7 +64,6 @@ COLLECTIVES = {
     "all_reduce_gradients",
     "wire_report",
     "compress",
-    "moshpit_mean",
 }
 
 
@@ -85,8 +85,6 @@ def inside(name: str, folder: str) -> bool:
 
 
 def layer_of(name: str) -> str:
-    if COMMAND.fullmatch(name):
-        return "dynamiq_jax._commands"
     return next(layer for layer in LAYERS if inside(name, layer))
 
 
@@ -150,27 +148,21 @@ def test_imports_go_one_way():
 
 
 def test_the_product_imports_nothing_of_the_research():
-    """Nor does the command line."""
-    assert {n for n, o in edges() if inside(o, WING) and not inside(n, WING)} == set()
-
-
-def test_commands_of_the_research_are_for_nobody_else():
-    commands = {name for name in LIBRARY if COMMAND.fullmatch(name)}
-    assert commands
-    assert {n for n, o in edges() if o in commands} <= commands
-
-
-def test_the_research_uses_public_names_alone():
-    """So anybody could write such a system in a package of their own."""
-    library = [(n, o) for n, o in edges() if inside(n, WING) and layer_of(n) == WING]
-    private = [(n, o) for n, o in library if list(private_parts(o))]
-    # It is a collective of its own, between the buckets and the topology. No public function takes
-    # one.
-    assert {system(n) for n, o in private if not inside(o, WING)} == {"packet_loss"}
-    entered = [(n, o) for n, o in edges() if inside(n, WING) and inside(o, WING)]
-    wrong = [(n, o) for n, o in entered if n != f"{WING}.__init__" and system(n) != system(o)]
-    # Systems that build on another one take it from its package.
-    assert all(o.endswith(".__init__") for _, o in wrong)
+    """Neither do its tests, examples and benchmarks. `methods` knows the names of its methods."""
+    found = {
+        name
+        for name, tree in parsed(*PACKAGES, "tests", "examples", "benchmarks").items()
+        for node in ast.walk(tree)
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        if module.split(".")[0] in ("dynamiq_research", "research")
+    }
+    assert found == set()
 
 
 def test_the_core_knows_no_packet_loss():
@@ -180,10 +172,9 @@ def test_the_core_knows_no_packet_loss():
     told = {
         module: names.findall((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
         for module in LIBRARY
-        if any(inside(module, layer) for layer in (*core, f"{WING}.packet_loss"))
+        if any(inside(module, layer) for layer in core)
     }
-    mentions = {module for module, matches in told.items() if matches}
-    assert mentions and all(inside(module, f"{WING}.packet_loss") for module in mentions), told
+    assert {module: matches for module, matches in told.items() if matches} == {}
 
 
 def maps_of_packages() -> dict[str, tuple[set[str], set[str]]]:
@@ -231,15 +222,6 @@ def test_files_on_the_page_on_architecture_exist():
     ] == []
 
 
-def test_every_system_has_a_level_of_trust():
-    assert set(contrib.LEVELS) == {system(n) for n in LIBRARY if inside(n, WING)} - {"__init__"}
-
-
-def system(name: str) -> str:
-    """Return the system of the wing that a module belongs to."""
-    return name.removeprefix(f"{WING}.").split(".")[0]
-
-
 def test_imports_make_no_cycle():
     """Neither modules nor packages: the parts of every package can be put into an order."""
     folders = {".".join(name.split(".")[:depth]) for name in LIBRARY for depth in range(4)}
@@ -267,8 +249,8 @@ def private_parts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def test_what_is_private_is_imported_only_where_it_lives():
-    """A name with an underscore is for the package that holds it, and the base for the project but
-    its research. The command line and its rooms belong to `dynamiq_jax` and may use all of that.
+    """A name with an underscore is for the package that holds it, and the base for the project.
+    The command line and its rooms belong to `dynamiq_jax` and may use all of that.
     The examples may use these rooms.
     """
     examples = [(n, o) for n, tree in parsed("examples").items() for o in imports(tree)]
@@ -280,8 +262,10 @@ def test_what_is_private_is_imported_only_where_it_lives():
             else:
                 on_top = layer_of(name) in ON_TOP
                 # `parts` shows what other packages hold.
-                known = (on_top or name == "dynamiq_jax.parts") and inside(holder, "dynamiq_jax")
-                known |= private == ROOM_OF_ALL and not inside(name, WING)
+                known = (on_top or inside(name, "dynamiq_jax.parts")) and inside(
+                    holder, "dynamiq_jax"
+                )
+                known |= private == ROOM_OF_ALL
             if not (inside(name, holder) or known):
                 wrong.append((name, private))
     assert wrong == []
@@ -315,7 +299,7 @@ def test_the_library_neither_prints_nor_logs():
             imported.remove("warnings")  # of kernels that the base replaces
         if module == "pallas_kernels.choice":
             imported.remove("logging")  # of one line, which names the backend of a process
-        if module == "dynamiq_jax.contrib.islands.rounds":
+        if module == "dynamiq_jax.islands._rounds":
             imported.remove("logging")  # of changes and states that are left out
         if module == "dynamiq_jax._rewriting.compressed_step":
             imported.remove("warnings")  # of a step that is compiled again at every call
@@ -370,7 +354,7 @@ def test_values_are_frozen():
     }
     changing = {("dynamiq_jax._rewriting.nodes", "Node")}  # of a list that several passes mark
     assert {name for name, form in forms.items() if "frozen=True" not in form} == changing
-    assert len(forms) > 150
+    assert len(forms) > 130
 
 
 def test_classes_have_names_of_their_own():
@@ -413,8 +397,7 @@ def test_functions_take_at_most_six_parameters():
             if isinstance(holder, ast.ClassDef) and names[:1] in (["self"], ["cls"]):
                 names = names[1:]
             public = function.name in COLLECTIVES and any(
-                inside(module, layer)
-                for layer in ("dynamiq_jax._api", "dynamiq_jax.training", WING)
+                inside(module, layer) for layer in ("dynamiq_jax._api", "dynamiq_jax.training")
             )
             if len(names) > 6 and not public:
                 wrong.append(f"{module}.{function.name}: {names}")
@@ -423,7 +406,7 @@ def test_functions_take_at_most_six_parameters():
 
 @pytest.mark.parametrize(
     "package",
-    (dq, dq.methods, dq.topologies, dq.training, messages, contrib, parts),
+    FACADES,
     ids=lambda p: p.__name__,
 )
 def test_help_of_public_functions_describes_every_argument(package):
@@ -440,7 +423,7 @@ def test_help_of_public_functions_describes_every_argument(package):
 
 @pytest.mark.parametrize(
     "package",
-    (dq, dq.methods, dq.topologies, dq.training, messages, contrib, parts),
+    FACADES,
     ids=lambda p: p.__name__,
 )
 def test_the_public_api_is_what_is_there(package):
@@ -449,7 +432,7 @@ def test_the_public_api_is_what_is_there(package):
 
 
 def test_the_main_api_is_small_and_documented():
-    assert {*dq.__all__, *contrib.__all__} >= COLLECTIVES
+    assert {*dq.__all__} >= COLLECTIVES
     assert len(dq.__all__) <= 24
     assert dq.__all__ == sorted(dq.__all__, key=lambda name: (not name.isupper(), name))
     assert all(getattr(dq, name).__doc__ for name in dq.__all__)

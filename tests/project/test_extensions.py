@@ -6,8 +6,8 @@ import tomllib
 import pytest
 
 from dynamiq_jax import parts
-from dynamiq_jax.contrib import LEVELS
 from dynamiq_jax.methods import METHODS, WRAPPERS
+from dynamiq_research import LEVELS
 from tests.project.test_docs import PAGES, code_blocks
 
 EXTENSIONS = PAGES["docs/extensions.md"]

@@ -1,6 +1,6 @@
 """Files of earlier releases are read with the values that they had, or refused with a remedy.
 
-`write.py` made them with the code of the release. No release before 0.2.0 had `dq.encode`: messages
+`write.py` made them with the code of the release. No release before 0.2.0 had `encode`: messages
 of 0.1.0 are the arrays that a worker sends in an all-gather.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax._api._gathered import received
+from dynamiq_jax.islands._gathered import received
 from tests.releases.write import METHODS, PROGRAMS, STEPS, go_on, message, values
 
 # As users compile, like the program that wrote the files: others round in another way.
@@ -40,9 +40,13 @@ class File(NamedTuple):
 )
 def file(request):
     release, name = request.param
-    program = PROGRAMS[name]()
+    return read(HERE / release / f"state_{name}.npz", PROGRAMS[name]())
+
+
+def read(path: Path, program: Any) -> File:
+    """Read the file of a program."""
     start = program.init(values(0)[0])
-    with np.load(HERE / release / f"state_{name}.npz") as loaded:
+    with np.load(path) as loaded:
         arrays = dict(loaded)
     result = arrays.pop("result")
     state = _filled(start, "", arrays)

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
-from dynamiq_jax.contrib import EF21M, GlobalCompensation, SplitSketch
 from dynamiq_jax.methods import MXFP8, MXINT8, BlockInt, Call, ErrorFeedback, PowerSGD, TopKChunked
 from dynamiq_jax.topologies import Ring
-from dynamiq_jax.training import LocalSGD, Pipelined
+from dynamiq_jax.training import LocalSGD
 
 WORKERS = 2
 SHAPE = (16, 64)
@@ -59,28 +57,13 @@ def _local_sgd(**settings: Any) -> Program:
     return Program(start, _on_workers(local.update))
 
 
-def _pipelined() -> Program:
-    pipelined = Pipelined(optimizer=optax.sgd(0.5, momentum=0.9), axis_name="data")
-    start = jax.vmap(pipelined.init, axis_name="data", axis_size=WORKERS, in_axes=None)
-
-    def step(grads, state):
-        _, state = pipelined.step(lambda params: (0, grads), state)
-        return pipelined.flush(state), state
-
-    return Program(start, _on_workers(step))
-
-
 FEEDBACK = ErrorFeedback(inner=TopKChunked(bits=4.0))
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "dynamiq": lambda: _all_reduce("dynamiq:5"),
     "error_feedback": lambda: _all_reduce(FEEDBACK),
     "powersgd": lambda: _all_reduce(PowerSGD(rank=2)),
-    "split_sketch": lambda: _all_reduce(SplitSketch()),
-    "ef21m": lambda: _all_reduce(EF21M(inner=dq.methods.Exact())),
-    "global_compensation": lambda: _all_reduce(GlobalCompensation(inner=BlockInt(code_bits=4))),
     "local_sgd": lambda: _local_sgd(every=2, delay=1, method="dynamiq:5"),
     "local_sgd_feedback": lambda: _local_sgd(every=2, method=FEEDBACK),
-    "pipelined": _pipelined,
 }
 
 METHODS = {

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import dynamiq_jax as dq
+from dynamiq_jax import islands
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES
 
@@ -17,7 +18,7 @@ objects = [
     dq.Compression(max_error=0.1),
     dq.Schedule({0: "exact", 5: "dynamiq:5"}),
     dq.wire_report(tree, 4, method={".*": "dynamiq:4"}),
-    dq.encode(tree, key=jax.random.key(0), method="bf16"),
+    islands.encode(tree, key=jax.random.key(0), method="bf16"),
     dq.all_reduce_gradients("data").init(tree),
 ]
 for thing in objects:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 
-if jax.config.jax_num_cpu_devices < 2:  # none yet: `tests/conftest.py` makes them for pytest
+if jax.config.jax_num_cpu_devices < 2:  # none yet: `tests/plugin.py` makes them for pytest
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 

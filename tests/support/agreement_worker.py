@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax import contrib, training
+from dynamiq_jax import training
 from dynamiq_jax._check import exchange
 from tests.support.hlo import collectives
 
@@ -65,33 +64,10 @@ def local_sgd(name: str, **fields: Any) -> Any:
     return step.update(params, step.init(params), due=step.due(0))[0]
 
 
-def pipelined(name: str, half: str, **fields: Any) -> Any:
-    step = training.Pipelined(optimizer=optax.sgd(0.1), axis_name="data", **fields)
-    params = {name: jnp.ones((16, 256))}
-    state = step.init(params)
-    with contextlib.nullcontext() if half == "gather" else without_agreement():
-        updated = step.gather(state)
-    return updated.params if half == "gather" else step.scatter(tree_of(name), updated).shards
-
-
 @contextlib.contextmanager
 def without_agreement():
     with unittest.mock.patch.object(exchange.Exchange, "agree", lambda *args, **how: None):
         yield
-
-
-def moshpit(name: str, **arguments: Any) -> Any:
-    key = jax.random.key(0)
-    return contrib.moshpit_mean(tree_of(name), ("data",), key=key, **arguments)
-
-
-def lossy(name: str, broadcast: bool, rate: float) -> Any:
-    channel = contrib.LossyChannel(rate=rate)
-    step = contrib.LossyCollectives(axis_name="data", channel=channel)
-    tree, key = tree_of(name), jax.random.key(0)
-    if broadcast:
-        return step.broadcast(step.own_parts(tree), tree, key=key)
-    return step.scatter_mean(tree, key=key)
 
 
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
@@ -160,10 +136,10 @@ DISAGREEING: dict[str, Case] = {
     "method of a leaf": case(
         mean,
         {"method": {".*": "dynamiq"}},
-        {"method": {".*": "thc"}},
+        {"method": {".*": "blockint"}},
         "method",
         "DynamiQ",
-        "THC",
+        "BlockInt",
     ),
     "inner method": case(
         reduce_gradients,
@@ -271,29 +247,6 @@ DISAGREEING: dict[str, Case] = {
     ),
     "local steps": case(local_sgd, {"every": 1}, {"every": 2}, "every", "1", "2"),
     "seed of local steps": case(local_sgd, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
-    "first half": case(
-        pipelined, {"half": "scatter", "seed": 1}, {"half": "scatter", "seed": 2}, "seed", "1", "2"
-    ),
-    "second half": case(
-        pipelined,
-        {"half": "gather", "clip_norm": 1.0},
-        {"half": "gather"},
-        "clip_norm",
-        "1",
-        "None",
-    ),
-    "grid": case(moshpit, {"method": "mxfp8"}, {"method": "mxfp4"}, "method", "MXFP8", "MXFP4"),
-    **{
-        name: case(
-            lossy,
-            {"broadcast": is_broadcast, "rate": 0.1},
-            {"broadcast": is_broadcast, "rate": 0.2},
-            "channel.rate",
-            "0.1",
-            "0.2",
-        )
-        for name, is_broadcast in (("lossy sum", False), ("lossy broadcast", True))
-    },
     "compressed step": case(
         compressed,
         {"method": "mxfp8"},
@@ -415,10 +368,16 @@ def outcomes(rank: int, number: int, names: Sequence[str]) -> dict[str, Any]:
     """Run some of the cases of `DISAGREEING` and all special ones, each a collective that this
     process has not traced before: the error, or the warnings, of each.
     """
+    return differing(rank, number, {name: DISAGREEING[name] for name in names}) | special(
+        rank, number
+    )
+
+
+def differing(rank: int, number: int, cases: dict[str, Case]) -> dict[str, Any]:
+    """Run cases in which the last process runs another collective than all others."""
     exchange.PATIENCE = exchange.SHORT_PATIENCE = LONG
     differs = rank == number - 1
-    found = {}
-    for name in names:
-        one, others, _ = DISAGREEING[name]
-        found[name] = outcome(functools.partial(one if differs else others, name))
-    return found | special(rank, number)
+    return {
+        name: outcome(functools.partial(one if differs else others, name))
+        for name, (one, others, _) in cases.items()
+    }

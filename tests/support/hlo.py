@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.contrib import THC
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology
 
@@ -28,7 +27,6 @@ PRESETS = {
     "paper": dq.DynamiQ.paper(),
     "bf16": dq.methods.BF16(),
     "exact": dq.methods.Exact(),
-    "thc": THC(),
 }
 # One leaf that is compressed and, beside it, all that is not.
 TREE = {

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dynamiq_jax.contrib import Islands, SharedFolder
-from dynamiq_jax.contrib.islands.islands import _hash_of
+from dynamiq_jax.islands import Islands, SharedFolder
+from dynamiq_jax.islands._islands import _hash_of
 
 TARGET = np.random.default_rng(0).standard_normal((64, 32), np.float32)
 PARAMS = {"w": jnp.zeros((64, 32))}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from dynamiq_jax.contrib import Islands
+from dynamiq_jax.islands import Islands
 from tests.support.gradients import heavy_tailed
 
 _LOCK = threading.Lock()

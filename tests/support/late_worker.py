@@ -13,15 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.agreement_worker import (
-    local_sgd,
-    lossy,
-    moshpit,
-    outcome,
-    pipelined,
-    reduce_gradients,
-    tree_of,
-)
+from tests.support.agreement_worker import local_sgd, outcome, reduce_gradients, tree_of
 
 DELAY = 40.0  # seconds, more than gloo has for a reduce-scatter
 KEY = 3
@@ -74,7 +66,6 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
         method=dq.Compression("mxfp8", max_error=0.5),
         with_metrics=True,
     ),
-    "pmean, thc": along(dq.pmean, method="thc"),
     "psum_scatter": along(dq.psum_scatter, method="mxfp8", tiled=True),
     "psum_scatter, exact": along(dq.psum_scatter, method="exact", tiled=True),
     "psum, a fast axis": in_map(over_fast_axis, ("slow", "fast")),
@@ -83,25 +74,25 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
     "compress": global_step("mxfp8"),
     "compress, exact": global_step("exact"),
     "LocalSGD": in_map(lambda: local_sgd("w")),
-    "Pipelined, first half": in_map(lambda: pipelined("w", "scatter")),
-    "Pipelined, second half": in_map(lambda: pipelined("w", "gather")),
-    "moshpit_mean": in_map(lambda: moshpit("w", method="mxfp8")),
-    "LossyCollectives": in_map(lambda: lossy("w", broadcast=False, rate=0.1)),
-    "LossyCollectives.broadcast": in_map(lambda: lossy("w", broadcast=True, rate=0.1)),
 }
 
 
 def errors_of_all(rank: int) -> dict[str, str | None]:
-    """Run each function of `CASES` on a pair of devices of its own, one of each process, so that
-    all of them wait at the same time for the second process.
+    """Run each function of `CASES`; see `errors_of`."""
+    return errors_of(rank, CASES)
+
+
+def errors_of(rank: int, cases: dict[str, Callable[[Mesh], Any]]) -> dict[str, str | None]:
+    """Run each function on a pair of devices of its own, one of each process, so that all of them
+    wait at the same time for the second process.
     """
-    devices = np.array(jax.devices()).reshape(2, len(CASES))
+    devices = np.array(jax.devices()).reshape(2, len(cases))
     programs = {}
-    for number, (name, function) in enumerate(CASES.items()):
+    for number, (name, function) in enumerate(cases.items()):
         mesh = Mesh(devices[:, number], ("data",), axis_types=(AxisType.Auto,))
         programs[name] = function(mesh)
         jax.block_until_ready(programs[name]())  # gloo connects
-    errors: dict[str, str | None] = dict.fromkeys(CASES)
+    errors: dict[str, str | None] = dict.fromkeys(cases)
 
     def run(name: str) -> None:
         try:
@@ -111,7 +102,7 @@ def errors_of_all(rank: int) -> dict[str, str | None]:
 
     if rank:
         time.sleep(DELAY)
-    threads = [threading.Thread(target=run, args=(name,)) for name in CASES]
+    threads = [threading.Thread(target=run, args=(name,)) for name in cases]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamiq_jax.messages import Message
+from dynamiq_jax.islands.messages import Message
 
 PREFIX = struct.Struct("<4sI32sI")
 

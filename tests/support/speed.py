@@ -1,6 +1,6 @@
 """Everything that makes the tests faster than the programs of users, and what each part gains.
 
-`conftest.py` applies it. Files that are marked as `optimized` compile as users do, and so does
+`plugin.py` applies it. Files that are marked as `optimized` compile as users do, and so does
 every file with `--optimized`. `test_as_users_compile.py` is such a file: it has every method,
 topology and collective. Files that are marked as `frames` read lines of Python in programs.
 

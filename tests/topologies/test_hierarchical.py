@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import find_axes
-from dynamiq_jax.contrib import OmniReduce
+from tests.support.counting import CountingZeros
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
@@ -188,24 +188,23 @@ def test_a_bucket_waits_until_those_before_it_are_whole():
 
 
 def test_metrics_are_means_over_the_parts():
-    """Each part of a bucket has a share of its own that is left out."""
+    """Each part of a bucket has a share of its own that is zero."""
     rng = np.random.default_rng(0)
     size, block = LOCAL * 2560, 256
     leaf = np.zeros((HOSTS, LOCAL, size), np.float32)
-    # Parts with 2, 4, 6 and 8 blocks that are not zero, of which the capacity takes 5.
+    # Parts with 2, 4, 6 and 8 blocks of 10 that are not zero.
     for part in range(LOCAL):
         first = part * 2560
         filled = 2 * (part + 1) * block
         leaf[:, :, first : first + filled] = rng.normal(size=(HOSTS, LOCAL, filled))
-    method = OmniReduce(density=None, capacity=0.5, inner=dq.methods.BF16())
-    reduce = dq.all_reduce_gradients(AXES, method=method)
+    reduce = dq.all_reduce_gradients(AXES, method=CountingZeros())
 
     def local(g):
         state = reduce.update(g, reduce.init(g))[1]
-        return state.metrics["left_out"]
+        return state.metrics["zeros"]
 
     result = np.asarray(simulated(local)(leaf))
-    expected = np.mean([max(wanted - 5, 0) / wanted for wanted in (2, 4, 6, 8)])
+    expected = np.mean([(10 - filled) / 10 for filled in (2, 4, 6, 8)])
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 

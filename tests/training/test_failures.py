@@ -1,7 +1,7 @@
 """Effects of a late and of a crashed process on the others, with real processes: local SGD.
 
 Those on an all-reduce in every step are in test_recovery.py, those on DropCompute in
-tests/contrib/drop_compute.
+research/tests/drop_compute.
 """
 
 import signal

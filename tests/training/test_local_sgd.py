@@ -404,7 +404,7 @@ MOMENTUM = optax.sgd(0.7, momentum=0.9)
         ({"fragments": 2}, {"fragments": 3}, "state.outer has 'fragment_0-.*init"),
         ({}, {"method": "ef+bf16"}, "state.method has no state, but .* need 'ErrorFeedback"),
         ({"method": "ef+bf16"}, {}, "state.method has 'ErrorFeedback-.* need no state"),
-        ({"method": "ef+bf16"}, {"method": "gc+bf16"}, "the kinds differ"),
+        ({"method": "ef+bf16"}, {"method": "powersgd"}, "the kinds differ"),
         (
             {"method": {"[uv]": "ef+bf16", "": "ef+mxfp8"}},
             {"method": {"[uw]": "ef+bf16", "": "ef+mxfp8"}},

@@ -25,7 +25,7 @@ class TuneBuckets:
 
       def make_step(bucket_bytes):
           method = dq.Compression(bucket_bytes=bucket_bytes)
-          pipelined = dq.training.Pipelined(optimizer=..., axis_name="data", method=method)
+          step = dq.compress(train_step, "data", method=method)
           ...
           def run():                      # takes one step, and returns something to wait for
               nonlocal state

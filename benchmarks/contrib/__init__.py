@@ -1,1 +1,0 @@
-"""Benchmarks of the systems in `dynamiq_jax.contrib`."""

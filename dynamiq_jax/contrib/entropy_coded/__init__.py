@@ -1,5 +1,0 @@
-"""Entropy codes of THC's integers, which are about normal."""
-
-from dynamiq_jax.contrib.entropy_coded.method import EntropyCoded
-
-__all__ = ["EntropyCoded"]

@@ -1,0 +1,110 @@
+"""Messages to a tree."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dynamiq_jax._inputs.policy import paths_of
+from dynamiq_jax.islands import _gathered
+from dynamiq_jax.islands.messages.decoding import leaves_of, weighted_sum
+from dynamiq_jax.islands.messages.formats import Format
+from dynamiq_jax.islands.messages.message import Leaf, Message
+from dynamiq_jax.methods import METHODS, ChunkedMethod
+
+
+def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any = None) -> Any:
+    """Decode a message, or the sum of several.
+
+    The result has the bits of `islands.messages.decode`, which needs no JAX, on all hardware that
+    rounds float32 products by IEEE 754. Tests compare the bits on CPUs. Only rows of 256 whose
+    largest magnitude is below 2^-118 may differ, on hardware that keeps subnormal numbers.
+
+    Floating leaves are added in float32 (float64 in its own), in the order of the messages, and
+    cast to their dtypes once. Other numbers are added in their dtypes. A boolean is True where
+    any message has True.
+
+    Args:
+      messages: messages of the same leaves, perhaps of different methods.
+      weights: factor of each message, for floating leaves alone; None for a plain sum.
+      like: pytree with the paths and shapes of the messages: the tree of `encode`, or a tree of
+        values with a `shape` in place of its arrays. None to restore no structure.
+
+    Returns:
+      A tree like `like`, or a dictionary from the paths of leaves to arrays.
+
+    Raises:
+      TypeError: an argument that is no message.
+      ValueError: no message, messages of other leaves than the first, weights that do not fit, a
+        tree of other leaves, or leaves of 64 bits without `jax_enable_x64`.
+
+    >>> import dynamiq_jax as dq
+    >>> tree = {"w": jnp.ones((512, 64)), "b": jnp.arange(3.0)}
+    >>> one, other = (encode(tree, key=jax.random.key(island)) for island in range(2))
+    >>> decode(one, other, weights=(0.25, 0.75), like=tree)["b"].tolist()
+    [0.0, 1.0, 2.0]
+    """
+    leaves = weighted_sum(messages, weights, _leaves_of, _Sum())
+    first = messages[0].leaves
+    arrays = [
+        values.astype(jnp.dtype(leaf.dtype)) for leaf, values in zip(first, leaves, strict=True)
+    ]
+    if like is None:
+        return {leaf.name: array for leaf, array in zip(first, arrays, strict=True)}
+    _check_like(first, like)
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+class _Sum:
+    """Sums whose products are programs of their own: fused with an addition, they round once."""
+
+    def times(self, leaf: Array, factor: Any) -> Array:
+        """Return a leaf times a number of its dtype."""
+        return jnp.multiply(leaf, factor)
+
+    def plus(self, total: Array, leaf: Array) -> Array:
+        """Return a sum of two leaves of one dtype."""
+        return jnp.add(total, leaf)
+
+
+def _leaves_of(message: Message) -> list[Array]:
+    _check_dtypes(message.leaves)
+    return [jnp.asarray(leaf) for leaf in leaves_of(message, _decoded)]
+
+
+@functools.partial(jax.jit, static_argnames=("form", "size"))
+def _decoded(arrays: Sequence[Array], form: Format, size: int) -> Array:
+    """Decode a bucket: float32, the coordinates and some padding."""
+    fields = dict(vars(form))
+    method = METHODS[fields.pop("method")](**fields)
+    assert isinstance(method, ChunkedMethod)
+    return _gathered.received(method, -(-size // method.granule) * method.granule, arrays)
+
+
+def _check_dtypes(leaves: Sequence[Leaf]) -> None:
+    """Raise ValueError for leaves of 64 bits where JAX has none."""
+    for leaf in leaves:
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != np.dtype(leaf.dtype):
+            raise ValueError(
+                f"the leaf {leaf.name!r} of a message has dtype {leaf.dtype}. Set "
+                "jax.config.update('jax_enable_x64', True), or decode it with "
+                "dynamiq_jax.islands.messages.decode."
+            )
+
+
+def _check_like(leaves: Sequence[Leaf], like: Any) -> None:
+    """Raise ValueError for a tree of other leaves than a message."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(like)]
+    wanted = list(zip(paths_of(like), shapes, strict=True))
+    given = [(leaf.name, leaf.shape) for leaf in leaves]
+    for number in range(max(len(given), len(wanted))):
+        pair = given[number : number + 1], wanted[number : number + 1]
+        if pair[0] != pair[1]:
+            raise ValueError(
+                f"the message has the leaf {pair[0] or 'none'}, where like has "
+                f"{pair[1] or 'none'}. Give the tree that was encoded, or one like it."
+            )

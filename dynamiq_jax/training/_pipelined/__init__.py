@@ -1,1 +1,0 @@
-"""The pipelined train step: a mean in two halves, each under computation."""

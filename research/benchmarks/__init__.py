@@ -1,0 +1,1 @@
+"""Benchmarks of the systems in `dynamiq_research`."""

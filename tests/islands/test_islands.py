@@ -1,0 +1,273 @@
+"""Islands: laws of a round, of islands that are late, leave and join, and of their transports."""
+
+import functools
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
+
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dynamiq_jax as dq
+from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder
+from dynamiq_jax.islands._records import Decision, opened
+from tests.support import island_worker, processes
+from tests.support.islands import PARAMS, exchanged, joined, moved, same, together
+
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.fixture(params=("folder", "store"))
+def transport(request, tmp_path):
+    if request.param == "folder":
+        return SharedFolder(tmp_path)
+    return ObjectStore(fsspec.filesystem("memory"), str(tmp_path))
+
+
+def test_a_name_is_stored_once(transport):
+    start = threading.Barrier(8)
+
+    def put(number):
+        start.wait()
+        return transport.put("folder/name", bytes([number]) * 1000)
+
+    if isinstance(transport, SharedFolder):  # the memory of fsspec is not atomic
+        stored = together([functools.partial(put, number) for number in range(8)])
+    else:
+        stored = [transport.put("folder/name", bytes([number]) * 1000) for number in range(8)]
+    assert sum(stored) == 1
+    assert transport.get("folder/name") == bytes([stored.index(True)]) * 1000
+    assert transport.put("folder/other", b"")
+    assert transport.names("folder") == ["name", "other"]
+    assert (transport.get("folder/none"), transport.names("none")) == (None, [])
+
+
+def test_bytes_are_on_the_disk_before_they_have_a_name(tmp_path, monkeypatch):
+    """Or a host that loses power leaves an empty file, which nothing can replace."""
+    calls = []
+
+    def recorded(name, function):
+        monkeypatch.setattr(os, name, lambda *args: (calls.append(name), function(*args))[1])
+
+    recorded("fsync", os.fsync)
+    recorded("link", os.link)
+    assert SharedFolder(tmp_path).put("a/b", b"1")
+    assert calls == ["fsync", "link"]
+
+
+def test_an_island_alone_is_local_sgd(transport):
+    """With exact changes and without momentum, whose product with a rate a compiler may fuse with
+    a sum: bit for bit.
+    """
+    islands, states = joined(transport, "a", method="exact", outer=optax.sgd(1.0))
+    local_sgd = dq.training.LocalSGD(
+        axis_name="data", every=1, method="exact", outer=optax.sgd(1.0)
+    )
+    known = jax.vmap(lambda _: local_sgd.init(PARAMS), axis_name="data")(jnp.arange(1))
+    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
+    for seed in range(3):
+        params = moved(states[0].reference, seed)
+        states = exchanged(islands, states, [seed])
+        _, known = update(jax.tree.map(lambda leaf: leaf[None], params), known)
+        assert same(states[0].reference, jax.tree.map(lambda leaf: leaf[0], known.reference))
+    assert states[0].round == 3 and not same(states[0].reference, PARAMS)
+
+
+def test_islands_hold_the_same_bits_and_are_near_local_sgd(tmp_path):
+    """Three with exact changes and momentum. Here each change is multiplied by a third before the
+    sum, there after it.
+    """
+    islands, states = joined(SharedFolder(tmp_path), method="exact")
+    local_sgd = dq.training.LocalSGD(axis_name="data", every=1, method="exact", outer=OUTER)
+    known = jax.vmap(lambda _: local_sgd.init(PARAMS), axis_name="data")(jnp.arange(3))
+    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
+    for number in range(2):
+        seeds = [3 * number + island for island in range(3)]
+        changed = [moved(states[0].reference, seed) for seed in seeds]
+        states = exchanged(islands, states, seeds)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *changed)
+        _, known = update(stacked, known)
+    assert all(same(state[1:3], states[0][1:3]) for state in states)
+    for name in PARAMS:
+        np.testing.assert_allclose(
+            states[0].reference[name], known.reference[name][0], rtol=1e-5, atol=1e-8
+        )
+
+
+def test_four_bits_change_a_round_by_their_error(tmp_path):
+    """The mean of three has a third of the squared error of each: it is independent noise."""
+    islands, states = joined(SharedFolder(tmp_path), method="mxfp4", outer=optax.sgd(1.0))
+    after = exchanged(islands, states, range(3))[0].reference
+    exact = jax.tree.map(lambda *leaves: sum(leaves) / 3, *(moved(PARAMS, s) for s in range(3)))
+    change, known = (jax.tree.map(np.subtract, tree, PARAMS) for tree in (after, exact))
+    assert 1e-3 < dq.vnmse(change, known) < 3e-2
+
+
+def test_changes_are_weighted(tmp_path):
+    islands, states = joined(SharedFolder(tmp_path), "ab", method="exact", outer=optax.sgd(1.0))
+    after = exchanged(islands, states, (1, 2), weights=[30, 10])[0].reference
+    one, other = moved(PARAMS, 1), moved(PARAMS, 2)
+    for name in PARAMS:
+        mean = 0.75 * one[name] + 0.25 * other[name]
+        np.testing.assert_allclose(after[name], mean, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("late", ("keep", "drop"))
+def test_a_late_change_is_kept_or_dropped(tmp_path, late):
+    """An island that waits for nobody decides alone; the other one comes later."""
+    fields = {"method": "exact", "outer": optax.sgd(1.0), "late": late, "count": 1}
+    (quick, slow), states = joined(SharedFolder(tmp_path), "ab", **fields, deadline=0)
+    first = quick.exchange(moved(PARAMS, 1), states[0])
+    second = quick.exchange(moved(first.reference, 2), first)
+    behind = slow.exchange(moved(PARAMS, 3), states[1])
+    assert behind.round == 2 and same(behind.reference, second.reference)
+    change = jax.tree.map(lambda before, now: before - now, PARAMS, moved(PARAMS, 3))
+    kept = change if late == "keep" else jax.tree.map(jnp.zeros_like, PARAMS)
+    assert same(behind.residual, kept)
+    after = slow.exchange(behind.reference, behind)  # nothing but what was kept
+    for name in PARAMS:
+        wanted = behind.reference[name] - kept[name]
+        np.testing.assert_allclose(after.reference[name], wanted, rtol=1e-5, atol=1e-8)
+    assert not np.any(after.residual["w"])
+
+
+def test_an_island_joins_with_the_reference_of_the_others(transport):
+    """From the stored state, through rounds that it was not in; also with the name of one that
+    was killed after it had sent its change.
+    """
+    fields = {"method": "bf16", "store_every": 2, "deadline": 0, "count": 1}
+    (island,), (state,) = joined(transport, "a", **fields)
+    for number in range(3):
+        state = island.exchange(moved(state.reference, number), state)
+    assert transport.names("state") == ["00000000", "00000002"]
+    other = jax.tree.map(np.zeros_like, PARAMS)
+    again, late = (Islands(transport=transport, name=name, **fields) for name in "az")
+    for newcomer in (again, late):
+        found = newcomer.join(other)
+        assert found.round == 3 and same(found[1:3], state[1:3])
+        assert not any(map(np.any, jax.tree.leaves(found.residual)))
+    # The change of the one before counts, and the new one goes to the next round.
+    sent = island.exchange(moved(state.reference, 7), state)
+    behind = again.exchange(moved(state.reference, 8), found)
+    assert same(behind.reference, sent.reference) and np.any(behind.residual["w"])
+
+
+def test_nobody_waits_for_an_island_that_is_gone(tmp_path):
+    """It has announced itself, and costs one deadline; in the next round it is not there."""
+    islands, states = joined(SharedFolder(tmp_path), deadline=0.5, method="bf16")
+    states = exchanged(islands[:2], states[:2], (1, 2))
+    assert SharedFolder(tmp_path).names("here/00000001") == ["a", "b"]
+    assert {state.round for state in states} == {1}
+    states = exchanged(islands[:2], states, (3, 4))
+    assert same(states[0].reference, states[1].reference)
+
+
+def test_feedback_keeps_what_the_others_did_not_receive(tmp_path):
+    (island,), (state,) = joined(
+        SharedFolder(tmp_path), "a", method="blockint:2", feedback=True, outer=optax.sgd(1.0)
+    )
+    total = jax.tree.map(np.zeros_like, PARAMS)
+    for number in range(4):
+        now = moved(state.reference, number)
+        total = jax.tree.map(lambda t, a, b: t + (a - b), total, state.reference, now)
+        state = island.exchange(now, state)
+    applied = jax.tree.map(lambda before, after: before - after, PARAMS, state.reference)
+    for name in PARAMS:
+        np.testing.assert_allclose(
+            applied[name] + state.residual[name], total[name], rtol=1e-3, atol=1e-6
+        )
+    assert np.any(state.residual["w"])
+
+
+def test_islands_of_other_references_are_told(tmp_path):
+    fields = {"deadline": 0, "method": "bf16", "count": 1}
+    (one, other), (state, foreign) = joined(SharedFolder(tmp_path), "ab", **fields)
+    one.exchange(moved(PARAMS, 1), state)
+    foreign = foreign._replace(reference=moved(PARAMS, 5))
+    with pytest.raises(RuntimeError, match=r"round 0: 'b' holds the reference .* Call join"):
+        other.exchange(foreign.reference, foreign)
+    with pytest.raises(ValueError, match="where like has"):
+        Islands(transport=SharedFolder(tmp_path), name="c").join({"v": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("dtype", (np.int32, np.complex64, np.bool_), ids=lambda t: t.__name__)
+def test_leaves_that_have_no_mean_change_are_refused_before_anything_is_stored(tmp_path, dtype):
+    transport = SharedFolder(tmp_path)
+    params = {"w": np.ones(3, np.float32), "count": np.ones((), dtype)}
+    with pytest.raises(TypeError, match=r"params\['count'\] has dtype"):
+        Islands(transport=transport, name="a").join(params)
+    assert not transport.names("state")
+    joined(transport, "a")
+
+
+def test_fields_that_are_not_possible_are_refused(tmp_path):
+    transport = SharedFolder(tmp_path)
+    for field, value in (
+        ("name", ""),
+        ("name", "a/b"),
+        ("name", ".."),
+        ("name", "a\0"),
+        ("name", "a" * 201),
+        ("count", 0),
+        ("deadline", -1),
+        ("late", "later"),
+        ("feedback", 1),
+        ("norm_limit", 0.5),
+        ("store_every", 0),
+        ("poll", -1),
+        ("seed", 0.5),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}"[:80])):
+            Islands(**{"transport": transport, "name": "a", field: value})
+    with pytest.raises(ValueError, match="cannot be in a message"):
+        Islands(transport=transport, name="a", method="topk_chunked")
+    with pytest.raises(TypeError, match=r"outer=0\.7 is not an optax"):
+        Islands(transport=transport, name="a", outer=0.7)
+    (island,), (state,) = joined(transport, "a")
+    assert isinstance(state, IslandState)
+    for weight in (0, -1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="weight="):
+            island.exchange(PARAMS, state, weight=weight)
+
+
+@pytest.mark.slow
+def test_an_island_that_is_killed_again_and_again_comes_back(tmp_path, request):
+    """Each time in the middle of a round, with SIGKILL: all end with the same reference."""
+    rounds, kills = 8, 4
+
+    def start(name):
+        process = processes.alone(island_worker.train, str(tmp_path), name, rounds)
+        request.addfinalizer(process.kill)
+        return process
+
+    jobs = {name: start(name) for name in "abc"}
+    last = -1
+    for _ in range(kills):
+        while (now := _last_announced(tmp_path, "c")) <= last:
+            assert jobs["a"].returncode is None, "the others went on without it"
+            time.sleep(0.01)
+        time.sleep(0.1)
+        jobs["c"].kill()
+        assert jobs["c"].returncode == -signal.SIGKILL
+        last, jobs["c"] = now, start("c")
+    outputs = {name: job.result() for name, job in jobs.items()}
+    assert {output[:2] for output in outputs.values()} == {(rounds, outputs["a"][1])}
+    files = [f"decision/{number:08}" for number in range(rounds)]
+    transport = SharedFolder(tmp_path)
+    came = [Decision.from_bytes(opened(file, transport.get(file))).members for file in files]
+    assert all({"a", "b"} <= members.keys() for members in came)  # no round is lost for them
+    assert sum("c" in members for members in came) >= rounds - kills
+    # Ten steps a round that each leave 0.95 of the distance, and the rounding of 4 bits.
+    assert 0.9 * 0.95 ** (10 * rounds) < outputs["a"][2] < 2 * 0.95 ** (10 * rounds) + 1e-3
+
+
+def _last_announced(folder, name: str) -> int:
+    here = pathlib.Path(folder, "here")
+    return max((int(file.parent.name) for file in here.rglob(name)), default=-1)
