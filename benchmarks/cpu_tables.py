@@ -120,18 +120,12 @@ STEPS = (
     ),
     TableSource(
         "islands_links",
-        "contrib.islands_links",
+        "islands.links",
         10,
         tiny=(
             *("--rates", "100mbit", "--steps", "20", "--every", "5", "--width", "64"),
             *("--pretrain-steps", "3", "--repeats", "1"),
         ),
-    ),
-    TableSource(
-        "pipelined",
-        "training.pipelined",
-        5,
-        tiny=("--rates", "1gbit", "--layers", "2", "--width", "128", "--repeats", "1"),
     ),
     TableSource(
         "entropy_network",

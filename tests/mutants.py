@@ -2,7 +2,6 @@
 
     python -m tests.mutants                    draw 100 changes of cosmic-ray
     python -m tests.mutants --sample 8 --only methods/_mx
-    python -m tests.mutants --without contrib  draw changes of the product alone
     python -m tests.mutants --seed 1           draw others
 
 Each change is applied to a copy of the last commit, where the tests that reach its line run,
@@ -151,7 +150,6 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=100, help="number of changes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="part of the path of the modules to change")
-    parser.add_argument("--without", help="part of the path of modules to leave alone")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -172,8 +170,6 @@ def report(options: argparse.Namespace) -> int:
     found = find_modules(map(Path, PACKAGES))
     every = sorted(filter_paths(found, CONFIG["excluded-modules"]))
     modules = [path for path in every if options.only in path.as_posix()]
-    if options.without:
-        modules = [path for path in modules if options.without not in path.as_posix()]
     with console.status(f"looking for places in {len(modules)} modules"):
         changes = drawn(modules, options.sample, options.seed)
     with console.status("finding the tests that reach each line"):

@@ -39,7 +39,7 @@ def benchmark(
     """Make a function of options the whole benchmark, which prints and writes its report.
 
     Args:
-      name: name of the file in benchmarks/results, if the options have no `output`.
+      name: name of the file, if the options have no `output`; see `files.path_of`.
 
     Returns:
       A decorator. The function returns a report. A benchmark that takes long may yield reports

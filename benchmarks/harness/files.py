@@ -14,7 +14,8 @@ from dynamiq_jax._console import records
 from dynamiq_jax._console.environment import environment as machine_and_versions
 from dynamiq_jax._console.environment import of_cpu_programs
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def environment() -> dict[str, Any]:
@@ -37,8 +38,9 @@ def options_of(config: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
 
 
 def path_of(name: str) -> Path:
-    """Return the path of a file of benchmarks/results."""
-    return RESULTS / f"{name}.json"
+    """Return the path of a file of benchmarks/results, or of another house: "research/moshpit"."""
+    house, _, name = name.rpartition("/")
+    return ROOT / house / "benchmarks" / "results" / f"{name}.json"
 
 
 def write(path: Path, options: Mapping[str, Any], results: Any) -> Path:

@@ -15,8 +15,8 @@ from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
-IMAGES = "benchmarks/results/*.png"
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "research/README.md")
+IMAGES = "**/benchmarks/results/*.png"
 README, HOME = "README.md", "index.md"
 NOTEBOOK = "examples/first_compressed_step.ipynb"
 NOTEBOOK_PAGE = NOTEBOOK.replace(".ipynb", ".md")

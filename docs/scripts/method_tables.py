@@ -7,7 +7,7 @@ from dynamiq_jax._console.units import format_rate, format_seconds
 def entropy_coded() -> str:
     """Write the bits of THC's sums and of messages that hold them: entropy.json."""
     rows = []
-    for row in results_of("entropy")["sums"]:
+    for row in results_of("research/entropy")["sums"]:
         if row["workers"] == 16:  # between the others
             continue
         messages = {}
@@ -51,10 +51,10 @@ def entropy_network() -> str:
 
 
 def entropy_of_codes() -> str:
-    """Write the bits that entropy coding would save other methods, for the values of one worker:
-    entropy.json.
-    """
-    codes = [row for row in results_of("entropy")["codes"] if row["values"] == "one worker"]
+    """Write the bits that entropy coding would save other methods: entropy.json."""
+    codes = [
+        row for row in results_of("research/entropy")["codes"] if row["values"] == "one worker"
+    ]
     rows = [
         [row["gradients"], *(f"{saved:.2f}" for saved in row["saved"].values())] for row in codes
     ]
@@ -72,7 +72,7 @@ def split_sketch() -> str:
         "TopKChunked": "`TopKChunked`",
         "oracle": "the largest coordinates, indices for free",
     }
-    found = results_of("split_sketch")
+    found = results_of("research/split_sketch")
     errors = {(row["name"], row["bits"]): row["vnmse"] for row in found}
     budgets = sorted({row["bits"] for row in found})
     rows = [
@@ -84,7 +84,9 @@ def split_sketch() -> str:
 
 def arc_synthetic() -> str:
     """Write distances from the optimum after the last step: arc_synthetic.json."""
-    last = {(row["method"], row["wrapper"]): row["last"] for row in results_of("arc_synthetic")}
+    last = {
+        (row["method"], row["wrapper"]): row["last"] for row in results_of("research/arc_synthetic")
+    }
     rows = [
         [name, *(exponent(last[name, wrapper]) for wrapper in ("EF21M", "ErrorFeedback"))]
         for name in dict.fromkeys(name for name, _ in last)

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def results_of(name: str) -> Any:
-    """Read the results of a benchmark."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    """Read the results of a benchmark, or of one of another house: "research/moshpit"."""
+    house, _, name = name.rpartition("/")
+    path = ROOT / house / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text())["results"]
 
 
 def mean(values: Sequence[float]) -> float:

@@ -3,8 +3,8 @@
     python -m docs.scripts.tables
 
 A page has `<!-- table: NAME -->` and `<!-- end -->` around each table, and `<!-- script: NAME -->`
-around the text of examples/NAME.py. This script writes the lines between them.
-tests/project/test_docs.py fails where a page and this script disagree.
+around the text of NAME.py in the examples of either house. This script writes the lines between
+them. docs/checks/test_pages.py fails where a page and this script disagree.
 """
 
 import json
@@ -41,7 +41,7 @@ from dynamiq_jax.topologies import TOPOLOGIES
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
-EXAMPLES = ROOT / "examples"
+EXAMPLES = (ROOT / "examples", ROOT / "research" / "examples")
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -321,7 +321,10 @@ def environments() -> str:
     """Write the result files of each machine and version of JAX, with the days of the runs."""
     files: dict[tuple[str, str], list[str]] = {}
     days: dict[tuple[str, str], list[str]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(
+        (*RESULTS.glob("*.json"), *(ROOT / "research/benchmarks/results").glob("*.json")),
+        key=lambda path: path.name,
+    ):
         of = json.loads(path.read_text())["environment"]
         cores = f"{of['cores']} cores" if of["cores"] > 1 else "1 core"
         machine = f"{of['cpu']}, {cores}", f"{of['jax']}, {of['python']}"
@@ -377,7 +380,13 @@ def rewritten(page: str) -> str:
 
 
 def _script(name: str) -> str:
-    return f"```python\n{(EXAMPLES / f'{name}.py').read_text()}```\n"
+    (path,) = (path for path in script_files() if path.stem == name)
+    return f"```python\n{path.read_text()}```\n"
+
+
+def script_files() -> list[Path]:
+    """Return the scripts of both houses."""
+    return [path for folder in EXAMPLES for path in folder.glob("[a-z]*.py")]
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def local_sgd_times() -> str:
 def moshpit_laws() -> str:
     """Write variances after rounds by the law, and how far simulations are off: moshpit.json."""
     rows = []
-    for row in results_of("moshpit")["laws"]:
+    for row in results_of("research/moshpit")["laws"]:
         pairs = list(zip(row["simulated"], row["law"], strict=True))[1:5]
         shown = [
             f"{exponent(law)} ({found / law - 1:+.1%})" if law else "0" for found, law in pairs
@@ -75,7 +75,7 @@ def moshpit_laws() -> str:
 def moshpit_schemes() -> str:
     """Write the rounds that schemes take until a variance: moshpit.json."""
     rows = []
-    for row in results_of("moshpit")["schemes"]:
+    for row in results_of("research/moshpit")["schemes"]:
         most = len(row["variance"]) - 1
         until = row["rounds_until"].values()
         rows.append([row["scheme"], *(f"more than {most}" if n is None else str(n) for n in until)])
@@ -86,7 +86,7 @@ def moshpit_errors() -> str:
     """Write errors of lossy averages of parameters and of their changes: moshpit.json."""
     rows = [
         [f'`"{row["method"]}"`', f"{row['parameters']:.1%}", f"{row['changes']:.1%}"]
-        for row in results_of("moshpit")["errors"]
+        for row in results_of("research/moshpit")["errors"]
     ]
     return markdown(["method", "average of parameters", "average of their changes"], rows)
 
@@ -94,7 +94,7 @@ def moshpit_errors() -> str:
 def moshpit_training() -> str:
     """Write final losses with dead peers: moshpit.json."""
     rows = []
-    for row in results_of("moshpit")["training"]:
+    for row in results_of("research/moshpit")["training"]:
         final = [losses[-1] for losses in row["losses"]]
         off = [mean(row["off"]), min(row["off"]), max(row["off"])]
         shown = "" if row["run"] == "no failures" else "{:+.2%} ({:+.2%} to {:+.2%})".format(*off)
@@ -116,7 +116,7 @@ def drop_compute_simulated() -> str:
             f"{row['cut']['speedup']:.3f}x",
             f"{row['cut_law']:.3f}x",
         ]
-        for row in results_of("drop_compute")["simulated"]
+        for row in results_of("research/drop_compute")["simulated"]
     ]
     header = ["latencies", "workers", "dropped", "**speed-up**", "by our law"]
     return markdown([*header, "if cut off (paper)", "by the paper's law"], rows)
@@ -136,7 +136,7 @@ def drop_compute_processes() -> str:
             f"{row['loss_before']:.4f}",
             f"{row['loss']:.4f}",
         ]
-        for row in results_of("drop_compute")["processes"]
+        for row in results_of("research/drop_compute")["processes"]
     ]
     header = ["seed", "step, no threshold", "step, threshold", "dropped", "speed-up", "predicted"]
     return markdown([*header, "compared at", "loss, no threshold", "loss, threshold"], rows)
@@ -144,7 +144,7 @@ def drop_compute_processes() -> str:
 
 def packet_loss() -> str:
     """Write final losses over a channel that loses packets: packet_loss.json."""
-    training = results_of("packet_loss")["training"]
+    training = results_of("research/packet_loss")["training"]
     runs = [row for row in training if row["broadcast"] == "parameters" and row["decays"]]
     rows = []
     for row in runs:
@@ -166,7 +166,7 @@ def packet_loss() -> str:
 def messages_under_loss() -> str:
     """Write what lost packets take along with every kind of message: packet_loss.json."""
     rows = []
-    for row in results_of("packet_loss")["messages"]:
+    for row in results_of("research/packet_loss")["messages"]:
         shares = [row[name] for name in ("lost", "lost_in_bursts", "lost_with_rows_together")]
         lost = ["all" if share is None else f"{share:.0%}" for share in shares]
         names = ("error", "error_under_loss", "error_with_rows_together")
@@ -186,7 +186,7 @@ def pipelined_schedules() -> str:
             f"{row['gathered_under_forward']:.0%}",
             f"{row['scattered_under_backward']:.0%}",
         ]
-        for row in results_of("pipelined_h200")["steps"]
+        for row in results_of("research/pipelined_h200")["steps"]
     ]
     header = ["topology", "step", "buckets in a layer"]
     header += ["gathered bytes under the forward pass", "scattered bytes under the backward pass"]
@@ -195,7 +195,7 @@ def pipelined_schedules() -> str:
 
 def halves() -> str:
     """Write the range of the error of pipelined steps over that of an all-reduce: halves.json."""
-    rows = results_of("halves")
+    rows = results_of("research/halves")
     ratios = [row["pipelined"] / row["pmean"] for row in rows]
     tensors, budgets = {row["tensor"] for row in rows}, {row["bits"] for row in rows}
     return (
@@ -211,11 +211,11 @@ def scattered() -> str:
     workers: halves.json.
     """
     found: dict[tuple[str, int], list[float]] = {}
-    for row in results_of("halves"):
+    for row in results_of("research/halves"):
         ratio = row["psum_scatter"] / row["pmean"]
         found.setdefault((row["tensor"], row["workers"]), []).append(ratio)
     workers = sorted({workers for _, workers in found})
-    budgets = sorted({row["bits"] for row in results_of("halves")})
+    budgets = sorted({row["bits"] for row in results_of("research/halves")})
     rows = [
         [
             tensor,
@@ -235,7 +235,7 @@ def pipelined_times() -> str:
             format_rate(row["rate"]),
             *(format_seconds(row[name]) for name in (*names, "unpipelined", "pipelined")),
         ]
-        for row in results_of("pipelined")
+        for row in results_of("research/pipelined")
     ]
     header = ["link", "forward u", "backward b", "scatter s", "gather g", "u + b + s + g"]
     header += ["gather at the end", "pipelined"]

@@ -57,7 +57,7 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)
     chosen: int = 10  # blocks that a step sums, of 200
     rank: int = 2  # of the sketch
-    save: bool = True  # write the result to benchmarks/results/arc_synthetic.json
+    save: bool = True  # write the result to research/benchmarks/results/arc_synthetic.json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     return rows
 
 
-@benchmark("arc_synthetic")
+@benchmark("research/arc_synthetic")
 def main(config: Config) -> Report:
     """Run every method."""
     rows = measure(config)

@@ -48,7 +48,7 @@ class Config:
     workers: tuple[int, ...] = (8, 16, 64)
     agreements: tuple[float, ...] = (0.0, 0.5)  # budgets of `EntropyCoded`
     size: int = 2**19  # coordinates of a gradient, from its first on
-    save: bool = True  # write the result to benchmarks/results/entropy.json
+    save: bool = True  # write the result to research/benchmarks/results/entropy.json
 
 
 def inputs(config: Config) -> Iterator[tuple[str, Values]]:
@@ -149,7 +149,7 @@ def code_entropy(values: NDArray[np.float32]) -> dict[str, float]:
     return saved_bits
 
 
-@benchmark("entropy")
+@benchmark("research/entropy")
 def main(config: Config) -> Report:
     """Measure every case."""
     rows, codes = [], []

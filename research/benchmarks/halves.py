@@ -51,7 +51,7 @@ class Config:
     trained: bool = True  # gradients of trained models too, which takes minutes
     folder: Path = Path(tempfile.gettempdir()) / "dynamiq-jax-tensors"  # these are kept here
     seed: int = 0
-    save: bool = True  # write the result to benchmarks/results/halves.json
+    save: bool = True  # write the result to research/benchmarks/results/halves.json
 
 
 COLUMNS = (
@@ -65,7 +65,7 @@ COLUMNS = (
 )
 
 
-@benchmark("halves")
+@benchmark("research/halves")
 def main(config: Config) -> Report:
     """Measure all tensors."""
     console = tables.console()

@@ -96,7 +96,7 @@ class Config:
     context: int = 128
     seeds: tuple[int, ...] = (0, 1, 2)
     pretrain_steps: int = 240
-    save: bool = True  # write the result to benchmarks/results/moshpit.json
+    save: bool = True  # write the result to research/benchmarks/results/moshpit.json
     resume: bool = True  # take trained groups from there that have the same other options
 
 
@@ -314,7 +314,7 @@ def prepare(config: Config) -> MoshpitBench:
     )
 
 
-@benchmark("moshpit")
+@benchmark("research/moshpit")
 def main(config: Config) -> Iterator[Report]:
     """Simulate and train; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", int(np.prod(config.grid)))
@@ -325,7 +325,7 @@ def main(config: Config) -> Iterator[Report]:
         simulated = ("grids", "peers", "trials")
         simulated += ("schemes_grid", "schemes_dead", "schemes_rounds", "schemes_trials")
         but = (*simulated, "groups", "save", "resume")
-        earlier = files.earlier_results(files.path_of("moshpit"), options, but=but) or {}
+        earlier = files.earlier_results(files.path_of("research/moshpit"), options, but=but) or {}
     results: dict[str, Any] = {"laws": laws(config), "schemes": schemes(config)}
     bench = functools.cache(lambda: prepare(config))
     with console.status("Pre-training"):

@@ -87,7 +87,7 @@ class Config:
         "entropy_coded:agreement=0.1",
     )
     message_size: int = 2**20  # coordinates of that reduction
-    save: bool = True  # write the result to benchmarks/results/packet_loss.json, and a plot
+    save: bool = True  # write research/benchmarks/results/packet_loss.json, and a plot
     resume: bool = True  # take runs from there, if the other options are the same
 
     @property
@@ -267,7 +267,7 @@ def share_of(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda row: "all" if row[name] is None else f"{row[name]:.1%}"
 
 
-@benchmark("packet_loss")
+@benchmark("research/packet_loss")
 def main(config: Config) -> Iterator[Report]:
     """Train with every rate; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
@@ -299,7 +299,7 @@ def earlier_runs(config: Config) -> dict[Run, list[dict[str, Any]]]:
     of_messages = "message_methods", "message_size"
     config_of_all = dataclasses.asdict(config)
     earlier = files.earlier_results(
-        files.path_of("packet_loss"), config_of_all, but=of_runs + of_messages
+        files.path_of("research/packet_loss"), config_of_all, but=of_runs + of_messages
     )
     names = [field.name for field in dataclasses.fields(Run)]
     rows = earlier["training"] if earlier else []

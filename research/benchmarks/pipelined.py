@@ -53,7 +53,7 @@ class Config:
     repeats: int = 5
     timeout: float = 300.0  # seconds without an answer
     measure: bool = True  # else only draw the timeline
-    save: bool = True  # write the result to benchmarks/results/pipelined.json
+    save: bool = True  # write the result to research/benchmarks/results/pipelined.json
 
 
 def measure(config: Config, done: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -102,12 +102,12 @@ def _at(
     }
 
 
-@benchmark("pipelined")
+@benchmark("research/pipelined")
 def main(config: Config) -> Report:
     """Measure, and draw the timeline."""
-    schedules = json.loads(files.path_of("pipelined_h200").read_text())["results"]["steps"]
+    schedules = json.loads(files.path_of("research/pipelined_h200").read_text())["results"]["steps"]
     if not config.measure:
-        plot(schedules).savefig(files.RESULTS / "pipelined.png", dpi=150)
+        plot(schedules).savefig(files.path_of("research/pipelined").with_suffix(".png"), dpi=150)
         return Report()
     with Progress(transient=True) as progress:
         total = len(PARTS) * (1 + config.repeats * len(config.rates))

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workers", type=int, default=8, help="GPUs")
     parser.add_argument("--first", type=int, help="compile the first of the steps alone")
-    save = "write the result to benchmarks/results/pipelined_h200.json"
+    save = "write the result to research/benchmarks/results/pipelined_h200.json"
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True, help=save)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder, without_gpu("compile"):
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Off: {problem}")
     if options.save:
         results = {"target": "NVIDIA H200", "steps": rows}
-        print(f"Written to {files.write(files.path_of('pipelined_h200'), vars(options), results)}")
+        path = files.path_of("research/pipelined_h200")
+        print(f"Written to {files.write(path, vars(options), results)}")
     return 1 if problems else 0
 
 

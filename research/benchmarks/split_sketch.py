@@ -54,7 +54,7 @@ class Config:
     workers: int = 4
     bits: tuple[float, ...] = (1.0, 2.0)  # 1/16 and 1/8 of the numbers, in bfloat16
     pretrain_steps: int = 240  # steps of pre-training before
-    save: bool = True  # write the result to benchmarks/results/split_sketch.json
+    save: bool = True  # write the result to research/benchmarks/results/split_sketch.json
 
 
 def gradients(config: Config) -> Iterator[np.ndarray]:
@@ -132,7 +132,7 @@ def reductions(bits: float, call: Call) -> dict[str, Reduce]:
     }
 
 
-@benchmark("split_sketch")
+@benchmark("research/split_sketch")
 def main(config: Config) -> Report:
     """Measure every reduction on the same gradients."""
     cases: dict[tuple[float, str], Reduce] = {}

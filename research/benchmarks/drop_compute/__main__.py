@@ -90,7 +90,7 @@ class Config:
     """Steps of pre-training, without compression."""
 
     save: bool = True
-    """Write benchmarks/results/drop_compute.json and .png."""
+    """Write research/benchmarks/results/drop_compute.json and .png."""
 
     def training(self, folder: Path, model: ModelConfig) -> dict[str, Any]:
         """Return the configuration of the processes."""
@@ -209,7 +209,7 @@ def check(config: Config) -> None:
         )
 
 
-@benchmark("drop_compute")
+@benchmark("research/drop_compute")
 def main(config: Config) -> Report:
     """Simulate, and measure."""
     check(config)

@@ -5,13 +5,13 @@ import tomllib
 
 import pytest
 
+from docs.scripts.pages import PAGES, code_blocks
 from dynamiq_jax import parts
 from dynamiq_jax.methods import METHODS, WRAPPERS
 from dynamiq_research import LEVELS
-from tests.project.test_docs import PAGES, code_blocks
 
 EXTENSIONS = PAGES["docs/extensions.md"]
-OVERVIEW = PAGES["docs/contrib/index.md"]
+OVERVIEW = PAGES["docs/research/index.md"]
 # Pages of systems that share one.
 SYSTEMS = {"top_k": "single_coordinates", "rand_k": "single_coordinates"}
 
@@ -37,7 +37,7 @@ def test_the_table_of_parts_is_complete():
 
 @pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if p.startswith("docs/contrib/") and not p.endswith("index.md")],
+    [p for p in PAGES if p.startswith("docs/research/") and not p.endswith("index.md")],
 )
 def test_the_page_of_a_system_opens_with_its_level(page):
     opening = "\n".join(PAGES[page].splitlines()[:4])

@@ -1,0 +1,1 @@
+"""Checks of prose, links, commands and tables: `make lint-docs` runs them."""
