@@ -42,9 +42,9 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
       ValueError: no message, messages of other leaves than the first, weights that do not fit, a
         tree of other leaves, or leaves of 64 bits without `jax_enable_x64`.
 
-    >>> import dynamiq_jax as dq
+    >>> from dynamiq_jax import islands
     >>> tree = {"w": jnp.ones((512, 64)), "b": jnp.arange(3.0)}
-    >>> one, other = (encode(tree, key=jax.random.key(island)) for island in range(2))
+    >>> one, other = (islands.encode(tree, key=jax.random.key(island)) for island in range(2))
     >>> decode(one, other, weights=(0.25, 0.75), like=tree)["b"].tolist()
     [0.0, 1.0, 2.0]
     """

@@ -89,7 +89,7 @@ class EF21M(Feedback):
     their own, both have the same state.
 
     >>> import jax, jax.numpy as jnp
-    >>> import dynamiq_jax as dq
+    >>> import dynamiq_jax as dq, dynamiq_research
     >>> method = EF21M(inner=dynamiq_research.ARCTopK(inner=dq.methods.Exact(), bits=4.0))
     >>> reduce = dq.all_reduce_gradients("data", method=method)
     >>> gradients = jax.random.normal(jax.random.key(0), (2, 128, 64))

@@ -51,7 +51,7 @@ class GlobalCompensation(Feedback):
 
     >>> import dataclasses
     >>> import jax, jax.numpy as jnp
-    >>> import dynamiq_jax as dq
+    >>> import dynamiq_jax as dq, dynamiq_research
     >>> method = GlobalCompensation(inner=dynamiq_research.Marsit())
     >>> step = dq.all_reduce_gradients("data", method=method)
     >>> full = dq.all_reduce_gradients("data", method=dataclasses.replace(method, exact=True))

@@ -177,7 +177,7 @@ def test_a_result_that_underflows_has_its_error(method):
 
 
 def test_a_limit_keeps_means_finite_that_are_finite():
-    test_error_limits.test_a_limit_keeps_means_finite_that_are_finite(1e38, "thc")
+    test_error_limits.test_a_limit_keeps_means_finite_that_are_finite("thc", 1e38)
 
 
 @pytest.mark.slow

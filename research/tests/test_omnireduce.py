@@ -158,7 +158,7 @@ def test_counts_of_very_many_workers_are_no_sign_of_nan(many):
 
 @given(seed=seeds)
 def test_units_of_the_gradient_do_not_matter(seed):
-    laws.test_units_of_the_gradient_do_not_matter.hypothesis.inner_test(seed, OMNI)
+    laws.check_units(seed, OMNI)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_units_of_the_gradient_do_not_matter(seed):
         laws.test_subnormal_blocks_do_no_harm,
         functools.partial(laws.test_narrow_gradients_give_the_sum_of_their_values, jnp.bfloat16),
     ),
-    ids=str,
+    ids=("nan and inf", "zeros", "subnormal blocks", "narrow gradients"),
 )
 def test_laws_of_sparse_blocks(law):
     law(method=OMNI)

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_research
 from benchmarks.speed.mesh_bytes import sent_by_axes
-from dynamiq_jax._buckets.dealing import Dealing
 from dynamiq_research import Pipelined, PipelinedUpdate
+from dynamiq_research.pipelined.dealing import ShiftedDealing
 from research.tests.support.pipelined import (
     ADAMW,
     BUCKETS,
@@ -317,7 +317,7 @@ def test_noise_of_padding_is_in_no_norm():
     state = jax.jit(jax.vmap(step, axis_name="data"))(grads)
     (shards,) = state.shards.values()
     # Where padding is dealt to, and only there.
-    places = Dealing((size,), 2, shifted=True).places(jnp.arange(2, dtype=jnp.int32))
+    places = ShiftedDealing(size, 2, 256).places(jnp.arange(2, dtype=jnp.int32))
     is_padding = np.asarray(places).reshape(shards.shape) >= size
     assert np.sum(is_padding) > 0 and np.all(np.asarray(shards)[is_padding] == 0)
     assert np.mean(np.asarray(shards)[~is_padding] != 0) > 0.9

@@ -437,7 +437,7 @@ def test_parts_of_a_leaf_have_states_of_their_own(bucketing, wanted):
 KINDS = {
     "ef+bf16": "ErrorFeedback",
     "ef+blockint:8": "ErrorFeedback",
-    "powersgd:rank=2": "PowerSGD",
+    "powersgd:rank=2": "PowerSGD of rank 2",
     "powersgd": "PowerSGD",
     "bf16": None,
 }
