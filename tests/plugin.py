@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from pallas_kernels import _xla
 from tests.conformance import rows
 from tests.support import broken_backends, speed
+from tests.support.compile_times import CompileTimes
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -45,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--optimized", action="store_true", help="compile all programs as users do, which is slower"
     )
     parser.addoption("--x64", action="store_true", help="run with numbers of 64 bits")
+    parser.addoption("--compile-times", action="store_true", help="show seconds in JAX by file")
     parser.addoption(
         "--rows", metavar="MODULE:NAME", help="run the conformance tests on methods of a package"
     )
@@ -54,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_enable_x64", config.getoption("--x64"))
     if config.getoption("--rows"):
         rows.choose(config.getoption("--rows"))
+    if config.getoption("--compile-times"):
+        config.pluginmanager.register(CompileTimes())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
