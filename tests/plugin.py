@@ -1,7 +1,8 @@
 """Eight CPU devices, strict dtypes and ranks, and the fixtures that every file shares."""
 
 import functools
-from collections import Counter
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 speed.read_flags_again()
 speed.reuse_contexts()
+
+MOST_MEMORY = 4 * 2**30  # bytes of a process whose traces are kept
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
@@ -63,18 +66,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Make slow tests of all but some cases of the laws that are marked as `sampled`.
 
-    Those of research are, by two: it is not tried harder than the product.
+    A hash of its name chooses a case, so that a case comes or goes with its name alone. Of laws of
+    research every second case is chosen: it is not tried harder than the product.
     """
-    cases: Counter[str] = Counter()
+    laws: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") is not None:
-            continue
-        sampled = item.get_closest_marker("sampled")
-        every = sampled.args[0] if sampled else 1 + ("research" in item.path.parts)
-        law = item.nodeid.partition("[")[0]
-        if cases[law] % every:
-            item.add_marker(pytest.mark.slow)
-        cases[law] += 1
+        if item.get_closest_marker("slow") is None:
+            laws[item.nodeid.partition("[")[0]].append(item)
+    for cases in laws.values():
+        sampled = cases[0].get_closest_marker("sampled")
+        every = sampled.args[0] if sampled else 1 + ("research" in cases[0].path.parts)
+        first = min(cases, key=_hash)
+        for item in cases:
+            if _hash(item) % every and item is not first:
+                item.add_marker(pytest.mark.slow)
+
+
+def _hash(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
 
 
 def pytest_collection_finish() -> None:
@@ -101,10 +110,11 @@ def optimization(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_traces() -> Iterator[None]:
-    """Forget how the codec was traced for the layouts of a file: they take gigabytes in all."""
+    """Forget how the codec was traced for the layouts of files, once they take gigabytes."""
     yield
-    for operation in (_xla.statistics, _xla.hop, _xla.decompress_accumulate, _xla.decompress):
-        operation.clear_cache()
+    if speed.memory() > MOST_MEMORY:
+        for operation in (_xla.statistics, _xla.hop, _xla.decompress_accumulate, _xla.decompress):
+            operation.clear_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,7 +40,8 @@ def options_of(config: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
 def path_of(name: str) -> Path:
     """Return the path of a file of benchmarks/results, or of another house: "research/moshpit"."""
     house, _, name = name.rpartition("/")
-    return ROOT / house / "benchmarks" / "results" / f"{name}.json"
+    folder = ROOT / house / "benchmarks" / "results" if house else RESULTS
+    return folder / f"{name}.json"
 
 
 def write(path: Path, options: Mapping[str, Any], results: Any) -> Path:

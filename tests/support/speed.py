@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 # XLA reads its flags again for each program, so that a file can have flags of its own.
@@ -142,6 +143,14 @@ def _put_at_once(cache: Any, key: str, value: bytes) -> None:
     partial = cache.path / f"{key}-{os.getpid()}"
     partial.write_bytes(value)
     partial.replace(final)
+
+
+def memory() -> float:
+    """Return the bytes of memory that this process uses; infinity where that is not known."""
+    pages = Path("/proc/self/statm")
+    return (
+        os.sysconf("SC_PAGE_SIZE") * int(pages.read_text().split()[1]) if pages.exists() else np.inf
+    )
 
 
 def collect_garbage_rarely() -> None:
