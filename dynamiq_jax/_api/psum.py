@@ -49,11 +49,9 @@ def psum(
 
       Metrics are float32 scalars, the same on all workers, of the compressed leaves: `error`, the
       estimated vNMSE; `worst_error`, the largest of a bucket, and `worst_bucket`, its number;
-      `sharing_gain`, the factor by which the error would fall if all buckets of DynamiQ shared
-      their bits, and `idle_bucket`, the number of the bucket with the most bits to give; `norm` of
-      the exact result; `non_finite`, the share of the rows of 256 that hold NaN or Inf; `bytes`
-      that each worker has sent over the slow axis, exact leaves included; `fallbacks`, the buckets
-      that were sent again because of `max_error`; and the metrics of the method.
+      `norm` of the exact result; `non_finite`, the share of the rows of 256 that hold NaN or Inf;
+      `bytes` that each worker has sent over the slow axis, exact leaves included; `fallbacks`, the
+      buckets that were sent again because of `max_error`; and the metrics of the method.
 
     Raises:
       ValueError: unknown axis, method or topology; a policy with a leaf without a pattern, or a

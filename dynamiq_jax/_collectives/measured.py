@@ -21,7 +21,6 @@ from dynamiq_jax._collectives.error_estimate import (
     sample_bytes,
     without_error,
 )
-from dynamiq_jax._collectives.sharing import gain_of_sharing
 from dynamiq_jax._inputs.request import MEASURED, Request
 from dynamiq_jax.methods import Reduced, State
 from pallas_kernels._jax import compat
@@ -90,8 +89,7 @@ class Measured(AllReduce):
             return {}
         sent = np.float32(exact.bytes_sent(self.axes, exact_leaves))
         if not buckets:
-            nothing = {"bytes": jnp.float32(sent), "sharing_gain": jnp.float32(1)}
-            return dict.fromkeys(MEASURED, jnp.float32(0)) | nothing
+            return dict.fromkeys(MEASURED, jnp.float32(0)) | {"bytes": jnp.float32(sent)}
         estimates, fell_back = zip(*measured, strict=True)
         whole, bytes_sent = joined(estimates), jnp.float32(sent)
         for bucket, again in zip(buckets, fell_back, strict=True):
@@ -100,14 +98,11 @@ class Measured(AllReduce):
             whole_again = np.float32(exact.bytes_sent(self.axes, [flat]))
             bytes_sent = bytes_sent + once + again * whole_again
         errors = jnp.stack([each.vnmse for each in estimates])
-        gain, idle = gain_of_sharing(buckets, estimates)
         return {
             "error": whole.vnmse,
             "row_error": whole.relative / whole.rows,
             "worst_error": jnp.max(errors),
             "worst_bucket": jnp.argmax(errors).astype(jnp.float32),
-            "sharing_gain": gain,
-            "idle_bucket": idle,
             "norm": whole.scale * jnp.sqrt(whole.square),
             "non_finite": whole.bad_rows / whole.rows,
             "bytes": bytes_sent,

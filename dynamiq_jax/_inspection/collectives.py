@@ -58,7 +58,6 @@ class CompiledCollective:
     labels: tuple[str, ...]  # of this library: what it is part of; empty for others
     source: str  # name that JAX gave the operation
     place: Place | None  # line of the program outside of this library
-    is_promoted: bool  # whether the compiler computes the sum in a wider type
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -118,7 +117,6 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                         labels=labels(origin.source),
                         source=origin.source,
                         place=places.of(origin.attributes),
-                        is_promoted=line.called("to_apply").endswith("_promoted"),
                     )
             elif line.opcode == "while":
                 turns = program.trips(name, line)

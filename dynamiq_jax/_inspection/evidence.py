@@ -16,15 +16,6 @@ class Argument(NamedTuple):
     split_over: tuple[str, ...]  # axes of the mesh, of more than one device
 
 
-class Written(NamedTuple):
-    """Collective of a program before the compiler changes it."""
-
-    opcode: str
-    place: str  # where it is in the source
-    bits: int  # of the narrowest floating type that goes in, before a cast just in front of it
-    sent_bits: int  # of the narrowest floating type of the collective itself
-
-
 class Traced(NamedTuple):
     """Facts about a step that its trace has, and its compiled text has not."""
 
@@ -34,13 +25,6 @@ class Traced(NamedTuple):
     flow: Flow | None = None  # of the sums of the records; None if not known
 
 
-class Sharing(NamedTuple):
-    """Metrics of a step that was run: what its buckets would gain from sharing their bits."""
-
-    gain: float
-    idle_bucket: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """Facts about a program."""
@@ -48,6 +32,5 @@ class Evidence:
     collectives: tuple[CompiledCollective, ...]
     records: tuple[TracedCollective, ...] = ()  # none in a file of HLO
     arguments: tuple[Argument, ...] = ()
-    written: tuple[Written, ...] = ()
     flow: Flow | None = None
     workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said

@@ -2,20 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
-from dynamiq_jax._inspection.evidence import Evidence, Sharing
+from dynamiq_jax._inspection.evidence import Evidence
 from dynamiq_jax._inspection.flow import SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
-_WASTED = 1.5  # gain of sharing bits from which on it is worth a change
 _SMALL = 2**12  # bytes: losses, norms and metrics
 
 
@@ -34,7 +33,6 @@ def findings(known: Evidence) -> list[Finding]:
         _not_compressed,
         _whole_gradient,
         _below_threshold,
-        _widened,
         _fast_link,
         _thrown_away,
         _sent_repeatedly,
@@ -153,34 +151,6 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
                 f"{len(small)} of {len(record.names)} leaves over {_spelled(record.axes)} are "
                 f"summed exactly, {share:.0%} of the bytes: {name or 'tree'}, for example, since "
                 f"{why}. Give dq.Compression(exact_below=0), or join small leaves.",
-            )
-
-
-def _widened(known: Evidence) -> Iterator[Finding]:
-    for one in known.collectives:
-        # Over axes that are sharded, values of one model are summed: they are no gradients of
-        # workers, and nothing here could send them.
-        if one.labels or one.bytes <= _SMALL or not _is_between_workers(one, known):
-            continue
-        widest = max((array.bits for array in one.arrays if array.is_floating), default=0)
-        alike = [
-            each
-            for each in known.written
-            if one.place is not None and (each.opcode, each.place) == (one.opcode, one.place.key)
-        ]
-        was = min((each.bits for each in alike), default=16 if one.is_promoted else widest)
-        if was < widest:
-            if one.is_promoted:
-                why = "XLA for CPUs widens sums of 16 bits, and no other platform does so"
-            elif any(each.sent_bits < widest for each in alike):
-                why = "XLA widens them on this platform, and others may not"
-            else:
-                why = "they are converted first"
-            yield Finding(
-                "widened",
-                f"{_what(one)} has values of {was} bits, but sends {widest} for each: {why}. Send "
-                "integers, as all collectives of dynamiq_jax do: dq.pmean(..., method='bf16') "
-                "keeps 16 bits.",
             )
 
 
@@ -307,25 +277,6 @@ def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
     kind = "Leaf" if len(names) == 1 else "Leaves"
     axes = known.records[sent[0].record].axes
     return f"{kind} {', '.join(names[:3])}{more} over {_spelled(axes)}"
-
-
-def wasted_bits(sharing: Sharing, records: Iterable[TracedCollective]) -> Iterator[Finding]:
-    """Yield the bucket with the most bits to give, where sharing them would gain much."""
-    if not sharing.gain >= _WASTED:
-        return
-    number = sharing.idle_bucket
-    for record in records:
-        if number < len(record.plan.buckets) > 1:
-            names = [record.names[index] for index in record.plan.buckets[number].leaves]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield Finding(
-                "wasted bits",
-                f"Bucket {number} over {_spelled(record.axes)}, with leaf {names[0]}{more}, has "
-                "bits that lower the error little. If all buckets shared their bits, the error "
-                f"would be about {sharing.gain:.1f} times lower in the same bytes. Give "
-                "dq.Compression(bucketing='striped'), or, for buckets in order, "
-                f"dq.allocate_bits(gradients, axis_size={record.num_workers}).compression.",
-            )
 
 
 def _what(one: CompiledCollective) -> str:

@@ -16,12 +16,10 @@ from dynamiq_jax._inputs.mistakes import MistakeError
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.evidence import Argument, Evidence, Sharing, Traced, Written
-from dynamiq_jax._inspection.findings import Finding, findings, wasted_bits
+from dynamiq_jax._inspection.evidence import Argument, Evidence, Traced
+from dynamiq_jax._inspection.findings import Finding, findings
 from dynamiq_jax._inspection.flow import flow_of
-from dynamiq_jax._inspection.hlo import HloInstruction, HloProgram
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
-from dynamiq_jax._inspection.places import SourcePlaces
 from dynamiq_jax._plan.recording import recording
 from pallas_kernels._jax import compat
 
@@ -32,7 +30,6 @@ def inspect(
     step: Callable[..., Any],
     *args: Any,
     devices_per_host: int | None = None,
-    metrics: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Inspection:
     """Compile a train step, list what it sends, and find mistakes that make compression useless.
@@ -46,20 +43,16 @@ def inspect(
     - *not compressed*: gradients are summed exactly only;
     - *whole gradient*: every device sends all of a gradient whose parameters are sharded;
     - *below the threshold*: leaves are so small that most bytes are exact;
-    - *widened*: values of 16 bits are sent as 32, over an axis of workers; the text says whether
-      this platform alone does so, as the CPU with sums;
     - *one worker*: the axis has nothing to send;
     - *fast link*: the compressed axis is inside a host;
     - *sent and thrown away*: leaves are constant zeros, or nothing uses their sum;
-    - *sent repeatedly*: leaves are summed several times, and the results only added up;
-    - *wasted bits*: with `metrics`, some buckets have much less error than others.
+    - *sent repeatedly*: leaves are summed several times, and the results only added up.
 
     Args:
       step: function that JAX can trace.
       *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`; nothing is donated.
       devices_per_host: devices that share a host, in the order of their ids, where processes do not
         say it: several processes on one host, or virtual devices that stand for hosts.
-      metrics: those of a step that was run, of one collective of the step `with_metrics=True`.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -67,14 +60,12 @@ def inspect(
 
     Raises:
       TypeError: `step` is not callable.
-      ValueError: `devices_per_host` is less than 1; metrics without `sharing_gain`; or the step
-        itself raises it while traced.
+      ValueError: `devices_per_host` is less than 1, or the step itself raises it while traced.
     """
     if not callable(step):
         raise TypeError(f"step={step!r:.80} cannot be called. Give a function and its arguments.")
     if devices_per_host is not None:
         check_integer("devices_per_host", devices_per_host, 1)
-    sharing = None if metrics is None else _sharing(metrics)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     flow = None
     with recording() as records:
@@ -102,12 +93,7 @@ def inspect(
         meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
         devices_per_host=devices_per_host,
     )
-    inspection = dataclasses.replace(inspection, steps=tuple(records.steps))
-    if sharing is None:
-        return inspection
-    return dataclasses.replace(
-        inspection, findings=(*inspection.findings, *wasted_bits(sharing, records))
-    )
+    return dataclasses.replace(inspection, steps=tuple(records.steps))
 
 
 def inspect_text(
@@ -133,21 +119,8 @@ def inspect_text(
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    written = tuple(_written(traced.written))
-    known = Evidence(
-        collectives, traced.records, traced.arguments, written, traced.flow, tuple(workers)
-    )
+    known = Evidence(collectives, traced.records, traced.arguments, traced.flow, tuple(workers))
     return Inspection(rows_of(collectives), tuple(findings(known)))
-
-
-def _sharing(metrics: Mapping[str, Any]) -> Sharing:
-    missing = [name for name in ("sharing_gain", "idle_bucket") if name not in metrics]
-    if missing:
-        raise ValueError(
-            f"metrics={metrics!r:.200} have no {missing[0]!r}. Give those that a collective with "
-            "with_metrics=True returns, such as state.metrics of dq.all_reduce_gradients."
-        )
-    return Sharing(float(metrics["sharing_gain"]), int(metrics["idle_bucket"]))
 
 
 def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
@@ -188,27 +161,3 @@ def _arguments(tree: Any) -> Iterator[Argument]:
         where, *rest = path[1:]
         name = f"argument {getattr(where, 'idx', getattr(where, 'key', where))}"
         yield Argument(name + jax.tree_util.keystr(tuple(rest)), jax.numpy.shape(leaf), split_over)
-
-
-def _written(text: str) -> Iterator[Written]:
-    """Yield the collectives of a program before optimization."""
-    places = SourcePlaces(text)
-    for computation in HloProgram(text).computations.values():
-        for line in computation.values():
-            if line.opcode in ("all-reduce", "reduce-scatter", "collective-permute", "all-gather"):
-                place = places.of(line.attributes)
-                bits = [array.bits for array in _inputs(line, computation) if array.is_floating]
-                sent = [array.bits for array in line.arrays if array.is_floating]
-                if place is not None and sent:
-                    yield Written(line.opcode, place.key, min(bits), min(sent))
-
-
-def _inputs(line: HloInstruction, computation: Mapping[str, HloInstruction]) -> list[Any]:
-    """Return the types that go into a collective, before a cast just in front of it."""
-    arrays = list(line.arrays)
-    for name in line.text.split(", "):
-        source = computation.get(name.removeprefix("%"))
-        if source is not None and source.opcode == "convert":
-            before = computation.get(source.text.removeprefix("%"))
-            arrays += [] if before is None else before.arrays
-    return arrays

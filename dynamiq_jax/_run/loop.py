@@ -2,9 +2,8 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,9 @@ from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
 from dynamiq_jax._run.no_gradient import refuse_gradient
 from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import States
-from dynamiq_jax.methods import State
+from dynamiq_jax.methods import Reduced, State
 
-
-class Sent(NamedTuple):
-    """Result of the collective of one bucket, as a pytree: `Reduced` without `applied`."""
-
-    total: Array
-    token: Array
-    state: State
-    metrics: Mapping[str, Array]
-    measured: Any
+Transfer = Callable[[Bucket, Array, Array, State], Reduced]
 
 
 def send_all(
@@ -58,10 +49,11 @@ def send_all(
       buckets weighted by coordinates; and a token that is available after all transfers.
     """
     collective = plan.collective
-    sent: dict[int, Sent] = {}
+    sent: dict[int, Reduced] = {}
     pieces: dict[int, Leaves] = {}
-    sender = Sender(plan, key, sampled_over)
-    for numbers, of_group, group, carried in sender.groups(leaves, states, token):
+    for numbers, of_group, group, carried in send_groups(
+        plan, leaves, key, states, token, sampled_over
+    ):
         rows = group.pieces(carried, [one.total for one in of_group])
         sent |= dict(zip(numbers, of_group, strict=True))
         pieces |= dict(zip(numbers, rows, strict=True))
@@ -91,95 +83,101 @@ def _means(metrics: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Arra
     return {name: total / np.float32(sizes[name]) for name, total in sums.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Sender:
-    """Transfer of the groups of a plan."""
+def send_groups(
+    plan: Plan,
+    leaves: Leaves,
+    key: Array,
+    states: States,
+    token: Array | None,
+    sampled_over: Sequence[str] | None = None,
+) -> Iterator[tuple[tuple[int, ...], list[Reduced], Cut, Carried]]:
+    """Send all groups of a plan, one after the other.
 
-    plan: Plan
-    key: Array  # typed PRNG key, the same on all workers
-    sampled_over: Sequence[str] | None = None  # see `send_all`
+    Args:
+      plan: the plan.
+      leaves: leaves of this device by index.
+      key: typed PRNG key, the same on all workers.
+      states: states of the method for every bucket of the plan.
+      token: token that the first transfer waits for.
+      sampled_over: axes of samples; see `send_all`.
 
-    def groups(
-        self, leaves: Leaves, states: States, token: Array | None
-    ) -> Iterator[tuple[tuple[int, ...], list[Sent], Cut, Carried]]:
-        """Send all groups, one after the other.
+    Yields:
+      Numbers of the buckets of a group, their results, their leaves, and the carried arrays.
+    """
+    transfer = transfer_of(plan)
+    for numbers in plan.groups:
+        buckets = [plan.buckets[number] for number in numbers]
+        group = cut(plan.collective, buckets, leaves)
+        of_group = key
+        if sampled_over is not None:  # of no other leaves than those of the group
+            own = sorted({index for bucket in buckets for index in bucket.leaves})
+            of_group = fold_in_sample(key, [leaves[i] for i in own], sampled_over, token)
+        sent, carried = send_group(transfer, numbers, group, states, token, of_group)
+        yield numbers, sent, group, carried
+        token = sent[-1].token
 
-        Args:
-          leaves: leaves of this device by index.
-          states: states of the method for every bucket of the plan.
-          token: token that the first transfer waits for.
 
-        Yields:
-          Numbers of the buckets of a group, their results, their leaves, and the carried arrays.
-        """
-        for numbers in self.plan.groups:
-            buckets = [self.plan.buckets[number] for number in numbers]
-            group = cut(self.plan.collective, buckets, leaves)
-            key = self._key_of_group(buckets, leaves, token)
-            sent, carried = self.send(numbers, group, states, token, key)
-            yield numbers, sent, group, carried
-            token = sent[-1].token
+def send_group(
+    transfer: Transfer,
+    numbers: tuple[int, ...],
+    group: Cut,
+    states: States,
+    token: Array | None,
+    key: Array,
+) -> tuple[list[Reduced], Carried]:
+    """Send the buckets of a group, in a loop if there are several.
 
-    def _key_of_group(
-        self, buckets: Sequence[Bucket], leaves: Leaves, token: Array | None
-    ) -> Array:
-        """Return the key of a group, which waits for no other leaves than its own."""
-        if self.sampled_over is None:
-            return self.key
-        own = sorted({index for bucket in buckets for index in bucket.leaves})
-        return fold_in_sample(self.key, [leaves[i] for i in own], self.sampled_over, token)
+    Args:
+      transfer: the result of `transfer_of`.
+      numbers: numbers of the buckets in the plan.
+      group: their leaves.
+      states: states of the method for every bucket of the plan.
+      token: token that the first transfer waits for.
+      key: typed PRNG key of the group.
 
-    def send(
-        self,
-        numbers: tuple[int, ...],
-        group: Cut,
-        states: States,
-        token: Array | None,
-        key: Array,
-    ) -> tuple[list[Sent], Carried]:
-        """Send the buckets of a group, in a loop if there are several.
+    Returns:
+      Results of the buckets, and the arrays that the loop carried.
+    """
+    first = group.buckets[0]
+    multiple = group.collective.multiple(first)
 
-        Args:
-          numbers: numbers of the buckets.
-          group: their leaves.
-          states: states of the method for every bucket of the plan.
-          token: token that the first transfer waits for.
-          key: typed PRNG key of the group.
+    def turn(carried: Carried, each: Any) -> tuple[Carried, Reduced]:
+        place, number, state = each
+        flat = refuse_gradient(join(group.take(carried, place), multiple))
+        sent = transfer(first, after(token, flat), key_of(key, first, number), state)
+        carried, total = group.put(carried, place, sent.total)
+        return carried, dataclasses.replace(sent, total=total)
 
-        Returns:
-          Results of the buckets, and the arrays that the loop carried.
-        """
-        first = self.plan.buckets[numbers[0]]
-        multiple = self.plan.collective.multiple(first)
+    if len(numbers) == 1:
+        carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
+        return [sent], carried
+    return _looped(turn, numbers, group.start, states)
 
-        def turn(carried: Carried, each: Any) -> tuple[Carried, Sent]:
-            place, number, state = each
-            flat = refuse_gradient(join(group.take(carried, place), multiple))
-            sent = self._send_one(first, after(token, flat), key_of(key, first, number), state)
-            carried, total = group.put(carried, place, sent.total)
-            return carried, sent._replace(total=total)
 
-        if len(numbers) == 1:
-            carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
-            return [sent], carried
-        return _looped(turn, numbers, group.start, states)
+def transfer_of(plan: Plan) -> Transfer:
+    """Return the transfer of a bucket, which is traced once for all buckets of one program.
 
-    def _send_one(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
+    Args:
+      plan: the plan.
+
+    Returns:
+      Function of a bucket, its vector, its key and its state. What a worker applied is left out.
+    """
+
+    def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        reduced = plan.collective.transfer(bucket, flat, key, state)
+        names = plan.request.metrics([bucket.method])
+        metrics = {name: reduced.metrics[name] for name in names if name in reduced.metrics}
+        return dataclasses.replace(reduced, applied=None, metrics=metrics)
+
+    jitted = jax.jit(transfer, static_argnums=0)
+
+    def run(bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         # Without jit, the loops of a codec would take minutes.
         with jax.disable_jit(False):
-            sent = self._program(bucket.program, flat, key, state)
-        names = self.plan.request.metrics([bucket.method])
-        return sent._replace(metrics={n: sent.metrics[n] for n in names if n in sent.metrics})
+            return jitted(bucket.program, flat, key, state)
 
-    @functools.cached_property
-    def _program(self) -> Callable[[Bucket, Array, Array, State], Sent]:
-        """`transfer`, which is traced once for all buckets of one program."""
-
-        def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Sent:
-            reduced = self.plan.collective.transfer(bucket, flat, key, state)
-            return Sent(*(getattr(reduced, field) for field in Sent._fields))
-
-        return jax.jit(transfer, static_argnums=0)
+    return run
 
 
 def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
@@ -197,11 +195,11 @@ def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
 
 
 def _looped(
-    turn: Callable[[Carried, Any], tuple[Carried, Sent]],
+    turn: Callable[[Carried, Any], tuple[Carried, Reduced]],
     numbers: tuple[int, ...],
     start: Carried,
     states: States,
-) -> tuple[list[Sent], Carried]:
+) -> tuple[list[Reduced], Carried]:
     """Run the turns of a loop over buckets; return their results, and the carried arrays."""
     places = np.arange(len(numbers), dtype=np.int32)
     stacked_states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
 from jax import Array
 
 from dynamiq_jax._core import Axis, ChunkCodec, LocalChunks, Payload, WireCost, as_chunks
@@ -64,9 +65,10 @@ class Call:
         return dataclasses.replace(self, size=size, shapes=None)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Result of the all-reduce of one bucket."""
+    """Result of the all-reduce of one bucket: a pytree."""
 
     total: Array  # float32 [size], bit-identical on all workers
     token: Array  # float32 [1 or more], available once all has arrived, before it is decoded

@@ -118,8 +118,6 @@ MEASURED = {
     "row_error",
     "worst_error",
     "worst_bucket",
-    "sharing_gain",
-    "idle_bucket",
     "norm",
     "non_finite",
     "bytes",

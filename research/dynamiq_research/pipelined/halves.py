@@ -27,8 +27,6 @@ from dynamiq_jax.parts.collectives import (
     CutRules,
     Leaves,
     Plan,
-    Sender,
-    Sent,
     after,
     all_reduce_exact,
     check_chunked,
@@ -37,8 +35,11 @@ from dynamiq_jax.parts.collectives import (
     key_of,
     pieces_of,
     scope,
+    send_group,
+    send_groups,
     spelled,
     token_of,
+    transfer_of,
 )
 from dynamiq_research.pipelined import carrying
 from dynamiq_research.pipelined.dealing import ShiftedDealing
@@ -185,7 +186,7 @@ def scatter(
       carries, float32 [held_size]; and a token that is available once all has arrived.
     """
     shards, states = dict[int, Array](), ((),) * len(plan.buckets)
-    for numbers, sent, _, _ in Sender(plan, key).groups(leaves, states, token):
+    for numbers, sent, _, _ in send_groups(plan, leaves, key, states, token):
         shards |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
     if shards:
@@ -215,7 +216,7 @@ def gather(
         for number, bucket in enumerate(plan.buckets)
     )
     all_shards = dataclasses.replace(plan, buckets=of_shards)
-    sender, leaves = Sender(all_shards, key), dict(enumerate(shards))
+    transfer, leaves = transfer_of(all_shards), dict(enumerate(shards))
     # All shards are here, and are encoded before the first gather. Otherwise the chain of transfers
     # would include the time of encoding, and of the statistics that workers exchange for it.
     encoded = {
@@ -231,12 +232,10 @@ def gather(
         if len(numbers) == 1:
             codec, payload = encoded[numbers[0]]
             payload = jax.tree.map(functools.partial(after, token), payload)
-            sent: Sequence[Reduced | Sent] = [
-                collective.deliver(of_shards[numbers[0]], codec, payload)
-            ]
+            sent: Sequence[Reduced] = [collective.deliver(of_shards[numbers[0]], codec, payload)]
         else:
             group = cut(collective, [of_shards[number] for number in numbers], leaves)
-            sent, _ = sender.send(numbers, group, ((),) * len(shards), token, key)
+            sent, _ = send_group(transfer, numbers, group, ((),) * len(shards), token, key)
         means |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
     parts = dict(enumerate(plan.parts))
