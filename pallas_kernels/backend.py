@@ -36,7 +36,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def why_not_here(self) -> str | None:
-        """Return the reason why this machine cannot run the backend; None if it can."""
+        """Return the reason why this machine cannot run the backend; None if it can.
+
+        Law: the same within a process, and of no program.
+        """
 
     def why_not_for(
         self, operation: Operation, *arrays: Any, layout: Layout | None = None
@@ -66,7 +69,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def statistics(self, rows: Array, /) -> Array:
-        """Compute norms; see `pallas_kernels.operations.statistics`."""
+        """Compute norms; see `pallas_kernels.operations.statistics`.
+
+        Law: those of the base, but for the order of additions where `rounds_as_base` is False.
+        """
 
     @abc.abstractmethod
     def hop(
@@ -75,17 +81,25 @@ class Backend(abc.ABC):
         """Encode a partial sum; see `pallas_kernels.operations.hop`.
 
         Without a received message, uint8 [0, length], it is the first one of the local rows.
+
+        Law: the bytes of the base.
         """
 
     @abc.abstractmethod
     def decompress_accumulate(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> Array:
-        """Sum rows; see `pallas_kernels.operations.decompress_accumulate`."""
+        """Sum rows; see `pallas_kernels.operations.decompress_accumulate`.
+
+        Law: the values that `hop` encodes.
+        """
 
     @abc.abstractmethod
     def decompress(self, payloads: Array, places: Places, *, layout: Layout) -> Array:
-        """Decode all chunks; see `pallas_kernels.operations.decompress`."""
+        """Decode all chunks; see `pallas_kernels.operations.decompress`.
+
+        Law: of the messages of local rows it is those rows, rounded.
+        """
 
     # Operations made of these, for sections 1 and 7 of docs/wire_format.md.
 

@@ -60,7 +60,10 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def rules(self, compression: Compression) -> CutRules:
-        """Return how leaves are cut into buckets."""
+        """Return how leaves are cut into buckets.
+
+        Law: each coordinate is in one bucket, whatever the rules.
+        """
 
     @property
     def result_rows(self) -> int:
@@ -77,7 +80,10 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def shape(self, leaf: Array) -> tuple[int, ...]:
-        """Return the shape of the result of a leaf."""
+        """Return the shape of the result of a leaf.
+
+        Law: that of `restore`, and of the collective of `jax.lax` of the same name.
+        """
 
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
         """Return how the result of a leaf is split over the axes of its shards."""
@@ -85,11 +91,16 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, rows: Array, leaf: Array) -> Array:
-        """Reshape result rows, [rows, coordinates], to the result of a leaf."""
+        """Reshape result rows, [rows, coordinates], to the result of a leaf.
+
+        Law: of `rows(leaf)` it is the leaf, or the parts of all workers that are like it.
+        """
 
     @abc.abstractmethod
     def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
         """Run the exact collective once a token is available.
+
+        Law: the values of the collective of `jax.lax` of the same name.
 
         Returns:
           Results by index, and what arrived: an array of each message.
@@ -97,7 +108,10 @@ class Collective(abc.ABC):
 
     @abc.abstractmethod
     def send(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
-        """Run the compressed collective of a bucket: rows that `restore` takes, of all leaves."""
+        """Run the compressed collective of a bucket: rows that `restore` takes, of all leaves.
+
+        Law: those of `exact`, up to the error of the method.
+        """
 
     def transfer(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
         """Run `send` under the name of the method, which profiles show."""

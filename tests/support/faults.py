@@ -18,7 +18,8 @@ def copy_project(folder: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
 
 
 @contextlib.contextmanager
