@@ -12,9 +12,10 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.islands._decode import decode
     from dynamiq_jax.islands._encode import encode
     from dynamiq_jax.islands._islands import Islands, IslandState
+    from dynamiq_jax.islands._sparse import Sparse
     from dynamiq_jax.islands._transports import ObjectStore, SharedFolder, Transport
 from dynamiq_jax.islands import messages
 from dynamiq_jax.islands.messages import Message
 
 __all__ = ["IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
-__all__ += ["Message", "decode", "encode", "merging", "messages"]
+__all__ += ["Message", "Sparse", "decode", "encode", "merging", "messages"]

@@ -11,6 +11,7 @@ from jax import Array
 
 from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax.islands import _gathered
+from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands.messages.decoding import leaves_of, weighted_sum
 from dynamiq_jax.islands.messages.formats import Format
 from dynamiq_jax.islands.messages.message import Leaf, Message
@@ -80,7 +81,8 @@ def _leaves_of(message: Message) -> list[Array]:
 def _decoded(arrays: Sequence[Array], form: Format, size: int) -> Array:
     """Decode a bucket: float32, the coordinates and some padding."""
     fields = dict(vars(form))
-    method = METHODS[fields.pop("method")](**fields)
+    name = fields.pop("method")
+    method = (Sparse if name == "sparse" else METHODS[name])(**fields)
     assert isinstance(method, ChunkedMethod)
     return _gathered.received(method, -(-size // method.granule) * method.granule, arrays)
 

@@ -26,7 +26,9 @@ from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax._plan.plan import make_plan
 from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax.islands import _gathered
-from dynamiq_jax.islands.messages.formats import FORMATS, Format
+from dynamiq_jax.islands._sparse import Sparse
+from dynamiq_jax.islands.messages.formats import Format
+from dynamiq_jax.islands.messages.known import FORMATS
 from dynamiq_jax.islands.messages.message import DTYPES, Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
 from pallas_kernels._jax.compat import override
@@ -65,7 +67,8 @@ def encode(
     Args:
       tree: pytree of arrays.
       method: how to compress; see `psum`. A message can hold `"dynamiq"`, `"bf16"`, `"exact"`,
-        `"blockint"` and the MX formats.
+        `"blockint"`, the MX formats, and `Sparse`, which takes small leaves too, where it is given
+        alone.
       key: PRNG key of the rounding noise, another one for each message. None: it follows from a
         sample of the leaves.
 
@@ -82,6 +85,8 @@ def encode(
     >>> round(8 * message.nbytes / (512 * 64), 1)
     4.1
     """
+    if isinstance(method, Sparse):  # exact leaves would be most of its bytes
+        method = Compression(method, exact_below=0)
     request = resolve(method, stateless="encode")
     _check_compression(request.compression)
     for each in request.policy.used(tree):
@@ -138,13 +143,18 @@ def _unbiased(bucket: Bucket) -> Bucket:
 
 def _format_of(method: Method) -> Format:
     """Return the format of a bucket: the fields that a reader needs."""
+    if isinstance(method, Sparse):
+        return method.format
     for name, form in FORMATS.items():
-        if type(method) is METHODS[name]:
+        if type(method) is METHODS.get(name):
             fields = {field.name for field in dataclasses.fields(form)} - {"method"}
             assert isinstance(method, ChunkedMethod)
             sent = method.portable  # whose widths are those of the message
             return form(method=name, **{field: _plain(getattr(sent, field)) for field in fields})
-    raise ValueError(f"method={method!r} cannot be in a message. Give one of {sorted(FORMATS)}.")
+    raise ValueError(
+        f"method={method!r} cannot be in a message. Give one of "
+        f"{sorted({*FORMATS} & {*METHODS})}, or an islands.Sparse."
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Local SGD between jobs that come and go."""
 
 import dataclasses
+import functools
 import time
 import zlib
 from collections.abc import Sequence
@@ -19,21 +20,25 @@ from dynamiq_jax._core import (
     check_optimizer,
 )
 from dynamiq_jax._inputs.checks import check_floating
+from dynamiq_jax._inputs.compression import Choice
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._records import Change, Decision, digest_of, opened, sealed
 from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file, logger
+from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._transports import Transport
 from dynamiq_jax.islands.merging import (
     check_weight,
     checked_norm,
+    clipped,
+    copies,
     hash_of,
     leaves_of,
     take_outer_step,
     too_large,
 )
 from dynamiq_jax.islands.messages import Message
-from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.methods import DynamiQ
 
 _LONGEST_NAME = 200  # bytes; of files it may have 255
 
@@ -67,7 +72,8 @@ class Islands:
     deadline, and once for an island that is gone. No process has a special role.
 
     A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, or if
-    its norm is above `norm_limit` times the median of the others. The decision names its island and
+    its norm is 0 or above `norm_limit` times the median of the others, or if it copies another one.
+    The decision names its island and
     the reason, and each island logs them as a warning of the logger `dynamiq_jax.islands`. If no
     change counts, the reference stays.
 
@@ -85,13 +91,24 @@ class Islands:
     deadline: float = 60.0  # seconds that an island waits for the others, from its own change on
     # Change that comes after the decision: "keep" adds it to the next one, "drop" forgets it.
     late: Literal["keep", "drop"] = "keep"
-    # What the rounding of a change left out is added to the next one.
+    # What a message leaves out of a change is added to the next one, in float32: its rounding, and
+    # with `Sparse` most of it.
     feedback: bool = False
+    decay: float = 1.0  # factor of what is added
+    at_least: int = 1  # changes without which no round is decided, however long that takes
+    # Seconds that an island waits for others after the first `at_least`; None: up to the deadline.
+    grace: float | None = None
+    # Whether changes with norms above the median are scaled to the median.
+    clip: bool = False
+    # Share of the coordinates that two sparse changes may have in common; 1 for no limit.
+    overlap: float = 0.95
+    # Of all islands: files without its signature (HMAC-SHA256) are left out. None: no signatures.
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
     # Largest norm of a change over the median of those that came; inf for none.
     norm_limit: float = 1000.0
     # Takes the mean change (reference - parameters) as a gradient.
     outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    method: Method | str = DynamiQ(bits=4)
+    method: Choice = DynamiQ(bits=4)  # of messages; see `encode`
     store_every: int = 10  # rounds between two states that are stored for islands that join
     poll: float = 0.05  # seconds between two looks at the transport
     seed: int = 0  # of the rounding noise
@@ -106,6 +123,20 @@ class Islands:
         check_number("deadline", self.deadline, 0, float("inf"))
         check_choice("late", self.late, ("keep", "drop"))
         check_flag("feedback", self.feedback)
+        check_number("decay", self.decay, 0, 1)
+        check_integer("at_least", self.at_least, 1)
+        if self.grace is not None:
+            check_number("grace", self.grace, 0, float("inf"))
+        check_flag("clip", self.clip)
+        check_number("overlap", self.overlap, 0, 1)
+        if self.secret is not None and not (isinstance(self.secret, bytes) and self.secret):
+            raise TypeError(
+                "secret is not bytes, or none at all. Give some, such as 32 random ones."
+            )
+        if isinstance(self.method, Sparse) and not self.feedback:
+            raise ValueError(
+                f"method={self.method!r} loses most of each change without feedback=True. Give it."
+            )
         check_number("norm_limit", self.norm_limit, 1, float("inf"))
         check_integer("store_every", self.store_every, 1)
         check_number("poll", self.poll, 0, float("inf"))
@@ -116,7 +147,7 @@ class Islands:
 
     @property
     def _rounds(self) -> RoundFiles:
-        return RoundFiles(self.transport, self.name, self.deadline, self.poll)
+        return RoundFiles(self.transport, self.name, self.deadline, self.poll, self.secret)
 
     def join(self, params: Any) -> IslandState:
         """Return the state of the run so far, and announce this island for its current round.
@@ -132,11 +163,12 @@ class Islands:
         """
         no_changes = "of which islands average no changes. Give floating leaves alone."
         check_floating("params", params, no_changes)
-        first = IslandState(0, params, self.outer.init(params), ())
+        first = IslandState(0, params, self.outer.init(_wide(params)), ())
         if not self.transport.names("state"):
             self._store(first)
         state = self._latest(first)
-        state = self._caught_up(state._replace(residual=jax.tree.map(jnp.zeros_like, params)))
+        zeros = jax.tree.map(jnp.zeros_like, _wide(params))
+        state = self._caught_up(state._replace(residual=zeros))
         self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
         while state.round == 0 and self._waits(start, len(self._rounds.announced(0)) < self.count):
@@ -169,13 +201,13 @@ class Islands:
                 f"{leaves_of(state.reference)!r:.200}. Give parameters like the reference: a local "
                 "step that promotes them has to cast its result."
             )
-        wanted = jax.tree.map(_change, state.reference, params, state.residual)
+        wanted = _change(state, params, self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
         message = encode(wanted, key=key, method=self.method)
         reference = _hash_of(state)
         file = change_file(state.round, reference, self.name)
-        data = sealed(file, Change(weight, message).to_bytes())
+        data = sealed(file, Change(weight, message).to_bytes(), self.secret)
         if self.transport.get(decision_file(state.round)) is None:
             self.transport.put(file, data)
             self._decide(state, reference)
@@ -198,30 +230,46 @@ class Islands:
             stayed = {*before.members, *before.left_out}
         except ValueError:  # none before the first round
             stayed = set()
-        start = time.monotonic()
+        start, told, reached = time.monotonic(), 1, None
         while self.transport.get(file) is None:
-            came = self.transport.names(folder)
+            came, waited = self.transport.names(folder), time.monotonic() - start
+            if len(came) >= self.at_least and reached is None:
+                reached = waited
             lacks = bool({*stayed, *self._rounds.announced(state.round)} - {*came})
-            if self._waits(start, lacks):
-                time.sleep(self.poll)
-            else:
+            ends = np.inf if reached is None else self.deadline
+            if reached is not None and self.grace is not None:
+                ends = min(ends, reached + self.grace)
+            if waited >= ends or (reached is not None and not lacks):
                 decision = self._judged(state, reference, came)
-                self.transport.put(file, sealed(file, decision.to_bytes()))
+                self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
+                continue
+            if waited >= told * self.deadline:
+                text = (
+                    "round %d: %d of %d changes came in %.0f s. It is decided when they are there."
+                )
+                logger.warning(text, state.round, len(came), self.at_least, waited)
+                told += 1
+            time.sleep(self.poll)
 
     def _judged(self, state: IslandState, reference: str, came: Sequence[str]) -> Decision:
         """Return the decision about the changes that came."""
         norms, digests, left_out = dict[str, float](), dict[str, str](), dict[str, str]()
-        leaves = leaves_of(state.reference)
+        leaves, messages = leaves_of(_wide(state.reference)), dict[str, Message]()
         for name in came:
             try:
                 file = change_file(state.round, reference, name)
                 change, digests[name] = self._rounds.change(file)
                 norms[name] = checked_norm(change.message, leaves)
+                messages[name] = change.message
             except ValueError as error:
                 left_out[name] = str(error)
         left_out |= too_large(norms, self.norm_limit)
+        left_out |= copies(
+            {name: of for name, of in messages.items() if name not in left_out}, self.overlap
+        )
         members = {name: digest for name, digest in digests.items() if name not in left_out}
-        return Decision(reference, members, left_out)
+        factors = clipped({name: norms[name] for name in members}) if self.clip else {}
+        return Decision(reference, members, left_out, factors)
 
     def _step(self, state: IslandState, reference: str) -> tuple[IslandState, Decision]:
         """Take the outer step of a round that is decided."""
@@ -234,9 +282,10 @@ class Islands:
         after, outer = state.reference, state.outer
         if changes:
             total = sum(change.weight for change in changes)
+            pairs = zip(decision.members, changes, strict=True)
             mean = decode(
                 *(change.message for change in changes),
-                weights=[change.weight / total for change in changes],
+                weights=[c.weight / total * decision.factors.get(name, 1) for name, c in pairs],
                 like=state.reference,
             )
             after, outer = take_outer_step(self.outer, mean, outer, after)
@@ -244,7 +293,7 @@ class Islands:
         if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
             self._store(state)
         file = f"here/{state.round:08}/{self.name}"
-        self.transport.put(file, sealed(file, decision.to_bytes()))
+        self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
         return state, decision
 
     def _caught_up(self, state: IslandState) -> IslandState:
@@ -258,7 +307,7 @@ class Islands:
         shared = jax.device_get((state.reference, state.outer))
         message = encode(shared, key=jax.random.key(0), method="exact")
         file = f"state/{state.round:08}"
-        self.transport.put(file, sealed(file, message.to_bytes()))
+        self.transport.put(file, sealed(file, message.to_bytes(), self.secret))
 
     def _latest(self, first: IslandState) -> IslandState:
         """Return the last stored state that can be read, of the structure of a first one."""
@@ -266,7 +315,7 @@ class Islands:
         for name in sorted(self.transport.names("state"), reverse=True):
             file = f"state/{name}"
             try:
-                message = Message.from_bytes(opened(file, self.transport.get(file)))
+                message = Message.from_bytes(opened(file, self.transport.get(file), self.secret))
                 reference, outer = decode(message, like=(first.reference, first.outer))
                 return first._replace(round=int(name), reference=reference, outer=outer)
             except ValueError as error:
@@ -287,8 +336,20 @@ def _is_file_name(name: str) -> bool:
     return is_plain and len(name.encode()) <= _LONGEST_NAME
 
 
-def _change(before: Any, now: Any, residual: Any) -> Any:
-    return before - now + residual
+@functools.partial(jax.jit, static_argnums=2)
+def _change(state: IslandState, params: Any, decay: float) -> Any:
+    """Return what an island wants to send, float32 where leaves are narrower."""
+    before, now = _wide(state.reference), _wide(params)
+    return jax.tree.map(
+        lambda b, n, left: b - n + left * np.array(decay, left.dtype), before, now, state.residual
+    )
+
+
+def _wide(tree: Any) -> Any:
+    """Return floating leaves of fewer than 32 bits in float32."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf).astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
+    )
 
 
 def _left(wanted: Any, applied: Any) -> Any:

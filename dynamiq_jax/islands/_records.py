@@ -1,38 +1,55 @@
 """Files of a run in its store: bytes under a checksum, changes and decisions."""
 
 import hashlib
+import hmac
 import json
 import struct
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dynamiq_jax.islands.merging import check_weight
 from dynamiq_jax.islands.messages import Message
 
-_MAGIC = b"DQIS"
+_MAGIC, _SIGNED = b"DQIS", b"DQIH"
 _CHECKSUM = slice(len(_MAGIC), len(_MAGIC) + hashlib.sha256().digest_size)
 _WEIGHT = struct.Struct("<d")  # before the message of a change
 
 
-def sealed(file: str, content: bytes) -> bytes:
-    """Return the bytes of a file: a checksum of its name and its content, and the content."""
-    return _MAGIC + _checksum(file, content) + content
+def sealed(file: str, content: bytes, secret: bytes | None = None) -> bytes:
+    """Return the bytes of a file: a checksum of its name and its content, and the content.
+
+    Args:
+      file: name of the file, which has its round and its island.
+      content: its content.
+      secret: of all islands, by which the checksum is a signature (HMAC-SHA256); None for none.
+    """
+    magic = _MAGIC if secret is None else _SIGNED
+    return magic + _checksum(file, content, secret) + content
 
 
-def opened(file: str, data: bytes | None) -> bytes:
+def opened(file: str, data: bytes | None, secret: bytes | None = None) -> bytes:
     """Return the content of a file.
 
     Files of dynamiq-jax 0.2.0 have no checksum: they are their content.
 
     Raises:
-      ValueError: a file that is gone, cut or altered, or the bytes of another file.
+      ValueError: a file that is gone, cut or altered, the bytes of another file, or one without the
+        signature of the secret.
     """
     if data is None:
         raise ValueError("the file is gone.")
-    if data[: _CHECKSUM.start] != _MAGIC:
+    magic = data[: _CHECKSUM.start]
+    if secret is not None and magic != _SIGNED:
+        raise ValueError("it has no signature. Give all islands the same secret.")
+    if secret is None and magic == _SIGNED:
+        raise ValueError("it has a signature. Give the secret of the other islands.")
+    if magic not in (_MAGIC, _SIGNED):
         return data
     content = data[_CHECKSUM.stop :]
-    if data[_CHECKSUM] != _checksum(file, content):
+    if not hmac.compare_digest(data[_CHECKSUM], _checksum(file, content, secret)):
+        if secret is not None:
+            raise ValueError("its signature is wrong: it is altered, or of another secret or file.")
         raise ValueError(
             f"the checksum of {len(data)} bytes is wrong. They are cut, altered or of another file."
         )
@@ -44,8 +61,9 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _checksum(file: str, content: bytes) -> bytes:
-    digest = hashlib.sha256(file.encode() + b"\0")
+def _checksum(file: str, content: bytes, secret: bytes | None) -> bytes:
+    head = file.encode() + b"\0"
+    digest = hashlib.sha256(head) if secret is None else hmac.new(secret, head, hashlib.sha256)
     digest.update(content)
     return digest.digest()
 
@@ -81,10 +99,13 @@ class Decision(NamedTuple):
     # Islands whose changes count, with the digests of their files; None in dynamiq-jax 0.2.0.
     members: Mapping[str, str | None]
     left_out: Mapping[str, str]  # islands whose changes came and do not count, with the reason
+    # Factors below 1 of changes whose norms are above the median.
+    factors: Mapping[str, float] = MappingProxyType({})
 
     def to_bytes(self) -> bytes:
         """Return the content of a file."""
-        return json.dumps(self._asdict()).encode()
+        fields = self._asdict() | {"factors": dict(self.factors)}
+        return json.dumps(fields).encode()
 
     @staticmethod
     def from_bytes(content: bytes) -> "Decision":
@@ -98,6 +119,9 @@ class Decision(NamedTuple):
             members, left_out = fields["members"], fields.get("left_out", {})
             if isinstance(members, list):  # of dynamiq-jax 0.2.0
                 members = dict.fromkeys(members)
-            return Decision(fields["reference"], dict(members), dict(left_out))
+            factors = {name: float(of) for name, of in fields.get("factors", {}).items()}
+            if not all(0 < factor <= 1 for factor in factors.values()):
+                raise ValueError(f"factors={factors!r:.100} are not between 0 and 1")
+            return Decision(fields["reference"], dict(members), dict(left_out), factors)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{len(content)} bytes are no decision: {error!r:.100}.") from None

@@ -1,4 +1,4 @@
-"""RoundFiles of a run: who came to one, and the decision that all islands follow."""
+"""Rounds of a run: who came to one, and the decision that all islands follow."""
 
 import contextlib
 import dataclasses
@@ -20,6 +20,7 @@ class RoundFiles:
     name: str  # of the island
     deadline: float  # seconds to look again for what is damaged
     poll: float  # seconds between two looks
+    secret: bytes | None  # of all islands
 
     def announced(self, number: int) -> list[str]:
         """Return the islands that have announced themselves for a round."""
@@ -68,16 +69,16 @@ class RoundFiles:
         (decision,) = decisions
         members = {name: of for name, of in decision.members.items() if name not in damaged}
         left_out = {**decision.left_out, **damaged}
-        return Decision(reference, members, left_out), changes
+        return Decision(reference, members, left_out, decision.factors), changes
 
     def decision(self, file: str) -> Decision:
         """Read a decision; ValueError if it is damaged."""
-        return Decision.from_bytes(opened(file, self.transport.get(file)))
+        return Decision.from_bytes(opened(file, self.transport.get(file), self.secret))
 
     def change(self, file: str) -> tuple[Change, str]:
         """Read a change, and the digest of its file; ValueError if it is damaged."""
         data = self.transport.get(file)
-        return Change.from_bytes(opened(file, data)), digest_of(data or b"")
+        return Change.from_bytes(opened(file, data, self.secret)), digest_of(data or b"")
 
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""

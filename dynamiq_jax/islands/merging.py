@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import NDArray
 
 from dynamiq_jax._core import check_number
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands.messages import Message
 
-__all__ = ["check_weight", "checked_norm", "hash_of", "leaves_of", "take_outer_step", "too_large"]
+__all__ = ["check_weight", "checked_norm", "clipped", "copies", "hash_of", "leaves_of"]
+__all__ += ["take_outer_step", "too_large"]
 
 Name = TypeVar("Name")
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and dtypes by path
@@ -46,7 +49,7 @@ def checked_norm(message: Message, leaves: Leaves) -> float:
       leaves: those of the reference.
 
     Raises:
-      ValueError: a change of other leaves, or one that holds NaN or Inf.
+      ValueError: a change of other leaves, one that holds NaN or Inf, or one of zeros alone.
     """
     found = {leaf.name: (leaf.shape, leaf.dtype) for leaf in message.leaves}
     if found != leaves:
@@ -58,6 +61,8 @@ def checked_norm(message: Message, leaves: Leaves) -> float:
             square += float(wide @ wide)
     if not math.isfinite(square):
         raise ValueError(f"its norm is {math.sqrt(square)}: it holds NaN or Inf.")
+    if not square:
+        raise ValueError("its norm is 0: it changes nothing.")
     return math.sqrt(square)
 
 
@@ -78,6 +83,51 @@ def too_large(norms: Mapping[Name, float], limit: float) -> dict[Name, str]:
         for name, norm in norms.items()
         if norm > limit * median
     }
+
+
+def clipped(norms: Mapping[Name, float]) -> dict[Name, float]:
+    """Return the factors that scale changes with norms above the median to the median.
+
+    Args:
+      norms: norm of each change that counts.
+    """
+    if not norms:
+        return {}
+    known = sorted(norms.values())
+    middle = len(known) // 2
+    median = (known[middle] + known[-1 - middle]) / 2
+    return {name: median / norm for name, norm in norms.items() if norm > median}
+
+
+def copies(messages: Mapping[Name, Message], limit: float) -> dict[Name, str]:
+    """Return changes that copy one before them, with the reason.
+
+    Sparse changes of islands that train on data of their own have few coordinates in common. A copy
+    with other values has nearly all.
+
+    Args:
+      messages: the changes that count, in order.
+      limit: largest share of the nonzero coordinates that two may have in common; 1 for none.
+    """
+    found: dict[Name, str] = {}
+    bodies: dict[bytes, Name] = {}
+    places: dict[Name, NDArray[np.int64]] = {}
+    for name, message in messages.items():
+        if (first := bodies.setdefault(message.body, name)) != name:
+            found[name] = f"it has the bytes of the change of {first!r}."
+            continue
+        if limit >= 1 or not any(form.method == "sparse" for form in message.formats):
+            continue
+        leaves = [np.asarray(values).reshape(-1) for values in decode(message).values()]
+        own = np.flatnonzero(np.concatenate(leaves))
+        for other, theirs in places.items():
+            common = len(np.intersect1d(own, theirs, assume_unique=True))
+            share = common / max(1, min(len(own), len(theirs)))
+            if share > limit:
+                found[name] = f"it has {share:.0%} of its coordinates from that of {other!r}."
+        if name not in found:
+            places[name] = own
+    return found
 
 
 def check_weight(name: str, weight: float) -> None:
@@ -102,8 +152,13 @@ def take_outer_step(
       state: of the outer optimizer.
       before: the reference.
     """
-    updates, state = outer.update(mean, state, before)
-    return optax.apply_updates(before, updates), state
+    updates, state = outer.update(mean, state, jax.tree.map(_wide, before))
+    after = jax.tree.map(lambda leaf, u: (_wide(leaf) + u).astype(leaf.dtype), before, updates)
+    return after, state
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def hash_of(tree: Any) -> str:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from dynamiq_jax.islands.messages.formats import Format, flushed
 from dynamiq_jax.islands.messages.message import Leaf, Message, Part, dtype_of
+from dynamiq_jax.islands.messages.sparse import SparseFormat
 
 Weights = Sequence[float] | None
 
@@ -97,6 +98,8 @@ def leaves_of(
         if part.format is None:
             found[part.leaves[0]] = arrays[0]
         else:
+            if isinstance(part.format, SparseFormat):
+                part.format.check(arrays, part.size)
             found |= _split(part, decoded(arrays, part.format, part.size))
     return [found[leaf] for leaf in message.leaves]
 

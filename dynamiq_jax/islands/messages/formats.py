@@ -291,15 +291,6 @@ class DynamiQFormat:
         return np.array(ends), np.array(needed)
 
 
-FORMATS: dict[str, type[Any]] = {
-    "dynamiq": DynamiQFormat,
-    "exact": WordFormat,
-    "bf16": WordFormat,
-    "blockint": BlockIntFormat,
-    **dict.fromkeys(("mxfp8", "mxfp6", "mxfp4", "mxint8"), MXFormat),
-}
-
-
 def check(form: Format, name: str, possible: bool) -> None:
     """Raise ValueError for a field of a format that is not possible."""
     if not possible:

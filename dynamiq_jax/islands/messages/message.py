@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax.islands.messages.formats import FORMATS, Format
+from dynamiq_jax.islands.messages.formats import Format
+from dynamiq_jax.islands.messages.known import FORMATS
 
 MESSAGE_FORMAT = 1  # version of the bytes: another one for any change of their meaning
 

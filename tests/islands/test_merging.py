@@ -1,0 +1,241 @@
+"""Rules of a round: quorums, copies, clipped norms, signatures, and residuals."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dynamiq_jax.islands import Islands, Sparse, encode
+from dynamiq_jax.islands._islands import _hash_of
+from dynamiq_jax.islands._records import Change, opened, sealed
+from dynamiq_jax.islands._rounds import change_file
+from dynamiq_jax.islands.merging import clipped
+from tests.support.gradients import heavy_tailed
+from tests.support.islands import PARAMS, Memory, exchanged, joined, moved, same, together
+
+PLAIN = {"method": "exact", "outer": optax.sgd(1.0)}
+
+
+def near(one, other) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
+
+
+def mean_of(*trees):
+    return jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *trees)
+
+
+# ---------------------------------------------------------------------------------------- quorums
+
+
+def test_a_quorum_and_a_grace_decide_without_the_last():
+    islands, states = joined(Memory(), at_least=2, grace=0.1, deadline=60.0, **PLAIN)
+    start = time.monotonic()
+    after = exchanged(islands[:2], states[:2], (1, 2))
+    assert 0.1 <= time.monotonic() - start < 20
+    assert same(after[0][:2], after[1][:2])
+    assert near(after[0].reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))
+    # What comes later counts in the next round.
+    late = islands[2].exchange(moved(PARAMS, 3), states[2])
+    assert same(late[:2], after[0][:2]) and near(late.residual, _change(3))
+
+
+def _change(seed):
+    return jax.tree.map(np.subtract, PARAMS, moved(PARAMS, seed))
+
+
+def test_all_that_came_in_the_grace_count():
+    islands, states = joined(Memory(), at_least=2, grace=30.0, deadline=60.0, **PLAIN)
+
+    def last():
+        time.sleep(0.3)
+        return islands[2].exchange(moved(PARAMS, 3), states[2])
+
+    calls = [
+        functools.partial(i.exchange, moved(PARAMS, 1 + n), states[n])
+        for n, i in enumerate(islands[:2])
+    ]
+    after = together([*calls, last])
+    assert near(after[0].reference, mean_of(*(moved(PARAMS, seed) for seed in (1, 2, 3))))
+
+
+def test_without_a_quorum_nothing_is_decided_and_a_warning_says_so(caplog):
+    islands, states = joined(Memory(), "ab", at_least=2, deadline=0.1, **PLAIN)
+
+    def last():
+        time.sleep(0.5)
+        return islands[1].exchange(moved(PARAMS, 2), states[1])
+
+    first = functools.partial(islands[0].exchange, moved(PARAMS, 1), states[0])
+    after = together([first, last])
+    assert near(after[0].reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) >= 2 and all("1 of 2 changes came" in text for text in texts)
+
+
+# ----------------------------------------------------------------------------------------- norms
+
+
+def test_factors_take_norms_above_the_median_to_the_median():
+    assert clipped({}) == {}
+    assert clipped({"a": 1.0}) == {}
+    assert clipped({"a": 1.0, "b": 3.0}) == {"b": 2 / 3}
+    assert clipped({"a": 1.0, "b": 2.0, "c": 8.0}) == {"c": 0.25}
+
+
+def test_a_large_change_is_scaled_to_the_median():
+    islands, states = joined(Memory(), clip=True, **PLAIN)
+    params = [moved(PARAMS, 1), moved(PARAMS, 2)]
+    far = jax.tree.map(lambda a, b: a + 50 * (b - a), PARAMS, moved(PARAMS, 1))
+    calls = [
+        functools.partial(i.exchange, p, s)
+        for i, p, s in zip(islands, [*params, far], states, strict=True)
+    ]
+    after = together(calls)
+    assert all(same(state[:2], after[0][:2]) for state in after)
+    norms = [
+        np.sqrt(
+            sum(
+                np.sum(np.subtract(a, b, dtype=float) ** 2)
+                for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(p), strict=True)
+            )
+        )
+        for p in (*params, far)
+    ]
+    factors = [min(1, np.median(norms) / norm) for norm in norms]
+    wanted = jax.tree.map(
+        lambda a, *moved: a + sum(f * (b - a) for f, b in zip(factors, moved, strict=True)) / 3,
+        PARAMS,
+        *params,
+        far,
+    )
+    assert min(factors) < 0.03 and near(after[0].reference, wanted)
+
+
+# ---------------------------------------------------------------------------------------- copies
+
+
+def test_a_copy_is_left_out_by_name(caplog):
+    islands, states = joined(Memory(), **PLAIN)
+    after = exchanged(islands, states, (1, 2, 2))
+    assert near(after[0].reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))
+    assert {r.getMessage().partition(" is left out")[0] for r in caplog.records} == {
+        "round 0: the change of 'c'"
+    }
+    assert "bytes of the change of 'b'" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(("overlap", "counts"), ((0.5, False), (1.0, True)))
+def test_a_sparse_copy_with_other_values_is_left_out(overlap, counts, caplog):
+    sparse = {"method": Sparse(keep=8, chunk=256), "feedback": True, "outer": optax.sgd(1.0)}
+    islands, states = joined(Memory(), "ab", overlap=overlap, **sparse)
+    own = moved(PARAMS, 1)
+    other = jax.tree.map(lambda a, b: a + 2 * (b - a), PARAMS, own)
+    calls = [
+        functools.partial(i.exchange, p, s)
+        for i, p, s in zip(islands, (own, other), states, strict=True)
+    ]
+    after = together(calls)
+    assert same(after[0][:2], after[1][:2])
+    assert (
+        any("of its coordinates from that of 'a'" in r.getMessage() for r in caplog.records)
+        != counts
+    )
+
+
+# ------------------------------------------------------------------------------------ signatures
+
+
+def forged(number: int, reference: str, secret: bytes | None) -> tuple[str, bytes]:
+    """The file of a change of `c` by somebody who has another secret, or none."""
+    file = change_file(number, reference, "c")
+    message = encode(moved(PARAMS, 9), method="exact", key=jax.random.key(0))
+    return file, sealed(file, Change(1.0, message).to_bytes(), secret)
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"),
+    ((None, "it has no signature"), (b"another one", "its signature is wrong")),
+)
+def test_a_change_without_the_signature_is_left_out_by_name(secret, words, caplog):
+    store = Memory()
+    islands, states = joined(store, "ab", secret=b"of the run", **PLAIN)
+    file, data = forged(0, _hash_of(states[0]), secret)
+    store.files[file] = data
+    after = exchanged(islands, states, (1, 2))
+    assert near(after[0].reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))
+    for record in caplog.records:
+        assert "the change of 'c' is left out" in record.getMessage()
+        assert words in record.getMessage()
+    assert caplog.records
+    assert {data[:4] for path, data in store.files.items() if data and path != file} == {b"DQIH"}
+
+
+def test_a_signature_is_of_one_file():
+    """The change of one round is none of the next."""
+    file, data = forged(0, "0" * 16, b"of the run")
+    assert opened(file, data, b"of the run")
+    with pytest.raises(ValueError, match="its signature is wrong"):
+        opened(file.replace("00000000", "00000001"), data, b"of the run")
+
+
+def test_a_run_with_signatures_is_joined_with_the_secret_alone():
+    store = Memory()
+    joined(store, "a", secret=b"of the run", **PLAIN)
+    stranger = Islands(transport=store, name="c", **PLAIN)
+    with pytest.raises(ValueError, match=r"it has a signature\. Give the secret of the other"):
+        stranger.join(PARAMS)
+
+
+# ------------------------------------------------------------------------------------- residuals
+
+
+@pytest.mark.parametrize("decay", (1.0, 0.5))
+def test_what_sparse_messages_leave_out_comes_later(decay):
+    sparse = Sparse(keep=16, chunk=256, gain=1.0)
+    fields = {"method": sparse, "feedback": True, "decay": decay, "outer": optax.sgd(1.0)}
+    (island,), (state,) = joined(Memory(), "a", **fields)
+    own = moved(PARAMS, 1)
+    after = island.exchange(own, state)
+    sent = jax.tree.map(np.subtract, state.reference, after.reference)
+    change = jax.tree.map(np.subtract, PARAMS, own)
+    assert near(after.residual, jax.tree.map(np.subtract, change, sent))
+    assert 0 < sum(np.count_nonzero(leaf) for leaf in jax.tree.leaves(sent)) <= 16 * 6
+    # A round without a move sends the residual, decayed.
+    last = island.exchange(after.reference, after)
+    both = jax.tree.map(np.subtract, after.reference, last.reference)
+    left = jax.tree.map(lambda r, s: decay * r - s, after.residual, both)
+    assert near(last.residual, left)
+
+
+def test_residuals_of_narrow_leaves_are_float32():
+    params = {"w": jnp.asarray(heavy_tailed(0, (64, 64)), jnp.bfloat16)}
+    island = Islands(transport=Memory(), name="a", method=Sparse(), feedback=True)
+    state = island.join(params)
+    own = {"w": params["w"] + jnp.asarray(heavy_tailed(1, (64, 64)), jnp.bfloat16)}
+    after = island.exchange(own, state)
+    assert after.reference["w"].dtype == jnp.bfloat16
+    assert after.residual["w"].dtype == jnp.float32 and np.any(after.residual["w"])
+    newcomer = Islands(transport=island.transport, name="b", method=Sparse(), feedback=True)
+    assert same(newcomer.join(params)[:2], after[:2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    (
+        ({"method": Sparse()}, ValueError, "feedback=True"),
+        ({"decay": 1.5}, ValueError, "decay=1.5"),
+        ({"at_least": 0}, ValueError, "at_least=0"),
+        ({"grace": -1.0}, ValueError, "grace=-1"),
+        ({"overlap": 2.0}, ValueError, "overlap=2"),
+        ({"secret": "text"}, TypeError, "secret is not bytes"),
+        ({"secret": b""}, TypeError, "secret is not bytes"),
+    ),
+)
+def test_impossible_fields(fields, error, words):
+    with pytest.raises(error, match=words):
+        Islands(transport=Memory(), name="a", **fields)
