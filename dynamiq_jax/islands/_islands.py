@@ -36,6 +36,7 @@ from dynamiq_jax.islands.merging import (
     leaves_of,
     take_outer_step,
     too_large,
+    wide,
 )
 from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import DynamiQ
@@ -163,11 +164,11 @@ class Islands:
         """
         no_changes = "of which islands average no changes. Give floating leaves alone."
         check_floating("params", params, no_changes)
-        first = IslandState(0, params, self.outer.init(_wide(params)), ())
+        first = IslandState(0, params, self.outer.init(wide(params)), ())
         if not self.transport.names("state"):
             self._store(first)
         state = self._latest(first)
-        zeros = jax.tree.map(jnp.zeros_like, _wide(params))
+        zeros = jax.tree.map(jnp.zeros_like, wide(params))
         state = self._caught_up(state._replace(residual=zeros))
         self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
@@ -254,7 +255,7 @@ class Islands:
     def _judged(self, state: IslandState, reference: str, came: Sequence[str]) -> Decision:
         """Return the decision about the changes that came."""
         norms, digests, left_out = dict[str, float](), dict[str, str](), dict[str, str]()
-        leaves, messages = leaves_of(_wide(state.reference)), dict[str, Message]()
+        leaves, messages = leaves_of(wide(state.reference)), dict[str, Message]()
         for name in came:
             try:
                 file = change_file(state.round, reference, name)
@@ -339,16 +340,9 @@ def _is_file_name(name: str) -> bool:
 @functools.partial(jax.jit, static_argnums=2)
 def _change(state: IslandState, params: Any, decay: float) -> Any:
     """Return what an island wants to send, float32 where leaves are narrower."""
-    before, now = _wide(state.reference), _wide(params)
+    before, now = wide(state.reference), wide(params)
     return jax.tree.map(
         lambda b, n, left: b - n + left * np.array(decay, left.dtype), before, now, state.residual
-    )
-
-
-def _wide(tree: Any) -> Any:
-    """Return floating leaves of fewer than 32 bits in float32."""
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf).astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
     )
 
 

@@ -20,7 +20,7 @@ from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands.messages import Message
 
 __all__ = ["check_weight", "checked_norm", "clipped", "copies", "hash_of", "leaves_of"]
-__all__ += ["take_outer_step", "too_large"]
+__all__ += ["take_outer_step", "too_large", "wide"]
 
 Name = TypeVar("Name")
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and dtypes by path
@@ -152,13 +152,9 @@ def take_outer_step(
       state: of the outer optimizer.
       before: the reference.
     """
-    updates, state = outer.update(mean, state, jax.tree.map(_wide, before))
-    after = jax.tree.map(lambda leaf, u: (_wide(leaf) + u).astype(leaf.dtype), before, updates)
+    updates, state = outer.update(mean, state, wide(before))
+    after = jax.tree.map(lambda leaf, u: (wide(leaf) + u).astype(leaf.dtype), before, updates)
     return after, state
-
-
-def _wide(leaf: Any) -> Any:
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def hash_of(tree: Any) -> str:
@@ -171,3 +167,14 @@ def hash_of(tree: Any) -> str:
     for leaf in jax.tree.leaves(tree):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
+
+
+def wide(tree: Any) -> Any:
+    """Return floating leaves of fewer than 32 bits in float32, in which changes are computed.
+
+    Args:
+      tree: pytree of floating arrays.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, jnp.float32) if leaf.dtype.itemsize < 4 else leaf, tree
+    )
