@@ -32,6 +32,7 @@ COMMANDS = (
     "compare",
     "doctor",
     "verify",
+    "islands",
 )
 
 
@@ -51,7 +52,7 @@ def shell_lines() -> list[tuple[str, list[str]]]:
 
 def class_name(command: str) -> str:
     """The class of `bench` is Bench."""
-    return command.title()
+    return {"islands": "ShowIslands"}.get(command, command.title())
 
 
 def file_of(module: str) -> Path:

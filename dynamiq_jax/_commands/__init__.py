@@ -23,7 +23,7 @@ examples:
   dynamiq-jax verify                                 are the kernels right and fast here?
   dynamiq-jax bench                                  on the devices of this process
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
-  dynamiq-jax bench --settings psum bf16:ring dynamiq:5:ring dynamiq:4:ring
+  dynamiq-jax islands /shared/run-1                  who takes part in a run of islands?
 
 `dynamiq-jax COMMAND --help` explains a command, `dynamiq-jax --version` prints the version. A
 setting is `psum`, which is jax.lax.psum, or
@@ -44,6 +44,7 @@ def _commands() -> dict[str, Any]:
     from dynamiq_jax._commands.bench import Bench
     from dynamiq_jax._commands.compare import Compare
     from dynamiq_jax._commands.doctor import Doctor
+    from dynamiq_jax._commands.islands import ShowIslands
     from dynamiq_jax._commands.verify import Verify
 
     # A new command is a file with such a class, and a name here.
@@ -53,4 +54,5 @@ def _commands() -> dict[str, Any]:
         "compare": Compare,
         "verify": Verify,
         "bench": Bench,
+        "islands": ShowIslands,
     }

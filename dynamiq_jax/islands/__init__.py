@@ -11,6 +11,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.islands import merging
     from dynamiq_jax.islands._decode import decode
     from dynamiq_jax.islands._encode import encode
+    from dynamiq_jax.islands._history import RoundRecord, history
     from dynamiq_jax.islands._islands import Islands, IslandState
     from dynamiq_jax.islands._sparse import Sparse
     from dynamiq_jax.islands._transports import ObjectStore, SharedFolder, Transport
@@ -18,4 +19,5 @@ from dynamiq_jax.islands import messages
 from dynamiq_jax.islands.messages import Message
 
 __all__ = ["IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
+__all__ += ["RoundRecord", "history"]
 __all__ += ["Message", "Sparse", "decode", "encode", "merging", "messages"]

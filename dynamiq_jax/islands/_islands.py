@@ -23,8 +23,8 @@ from dynamiq_jax._inputs.checks import check_floating
 from dynamiq_jax._inputs.compression import Choice
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands._encode import encode
-from dynamiq_jax.islands._records import Change, Decision, digest_of, opened, sealed
-from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file, logger
+from dynamiq_jax.islands._records import Change, Decision, RoundNotes, digest_of, opened, sealed
+from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file, logger, loss_file
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._transports import Transport
 from dynamiq_jax.islands.merging import (
@@ -176,7 +176,9 @@ class Islands:
             time.sleep(self.poll)
         return state
 
-    def exchange(self, params: Any, state: IslandState, *, weight: float = 1.0) -> IslandState:
+    def exchange(
+        self, params: Any, state: IslandState, *, weight: float = 1.0, loss: float | None = None
+    ) -> IslandState:
         """Send the change of a round, and take the outer steps since.
 
         Args:
@@ -184,6 +186,7 @@ class Islands:
             `state.reference`.
           state: the state of `join` or of the exchange before.
           weight: share of this change in the mean, such as local steps or tokens.
+          loss: of this island, for `dynamiq-jax islands`; None not to tell it.
 
         Returns:
           The state, a round later, or more if this island was late by more. A change that was left
@@ -210,6 +213,9 @@ class Islands:
         file = change_file(state.round, reference, self.name)
         data = sealed(file, Change(weight, message).to_bytes(), self.secret)
         if self.transport.get(decision_file(state.round)) is None:
+            if loss is not None:
+                told = loss_file(state.round, self.name)
+                self.transport.put(told, sealed(told, repr(float(loss)).encode(), self.secret))
             self.transport.put(file, data)
             self._decide(state, reference)
         state, decision = self._step(state, reference)
@@ -241,7 +247,7 @@ class Islands:
             if reached is not None and self.grace is not None:
                 ends = min(ends, reached + self.grace)
             if waited >= ends or (reached is not None and not lacks):
-                decision = self._judged(state, reference, came)
+                decision = self._judged(state, reference, came, waited)
                 self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
                 continue
             if waited >= told * self.deadline:
@@ -252,16 +258,19 @@ class Islands:
                 told += 1
             time.sleep(self.poll)
 
-    def _judged(self, state: IslandState, reference: str, came: Sequence[str]) -> Decision:
+    def _judged(
+        self, state: IslandState, reference: str, came: Sequence[str], waited: float
+    ) -> Decision:
         """Return the decision about the changes that came."""
         norms, digests, left_out = dict[str, float](), dict[str, str](), dict[str, str]()
         leaves, messages = leaves_of(wide(state.reference)), dict[str, Message]()
+        sizes = dict[str, int]()
         for name in came:
             try:
                 file = change_file(state.round, reference, name)
                 change, digests[name] = self._rounds.change(file)
                 norms[name] = checked_norm(change.message, leaves)
-                messages[name] = change.message
+                messages[name], sizes[name] = change.message, change.message.nbytes
             except ValueError as error:
                 left_out[name] = str(error)
         left_out |= too_large(norms, self.norm_limit)
@@ -270,7 +279,8 @@ class Islands:
         )
         members = {name: digest for name, digest in digests.items() if name not in left_out}
         factors = clipped({name: norms[name] for name in members}) if self.clip else {}
-        return Decision(reference, members, left_out, factors)
+        notes = RoundNotes(self.name, waited, sizes, self._rounds.losses(state.round, came))
+        return Decision(reference, members, left_out, factors, notes._asdict())
 
     def _step(self, state: IslandState, reference: str) -> tuple[IslandState, Decision]:
         """Take the outer step of a round that is decided."""

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynamiq_jax.islands.merging import check_weight
 from dynamiq_jax.islands.messages import Message
@@ -92,6 +92,21 @@ class Change(NamedTuple):
         return Change(weight, Message.from_bytes(content[_WEIGHT.size :]))
 
 
+class RoundNotes(NamedTuple):
+    """Notes of the island that decided a round, which decide nothing."""
+
+    by: str  # its name
+    waited: float  # seconds from its own change to the decision
+    sizes: Mapping[str, int]  # bytes of the changes that came
+    losses: Mapping[str, float]  # of the islands that told theirs
+
+    @staticmethod
+    def of(notes: Mapping[str, Any]) -> "RoundNotes":
+        """Read notes, of which any may be missing."""
+        nothing: dict[str, Any] = {"by": "", "waited": 0.0, "sizes": {}, "losses": {}}
+        return RoundNotes(**(nothing | {name: notes[name] for name in nothing if name in notes}))
+
+
 class Decision(NamedTuple):
     """Decision about a round."""
 
@@ -101,10 +116,11 @@ class Decision(NamedTuple):
     left_out: Mapping[str, str]  # islands whose changes came and do not count, with the reason
     # Factors below 1 of changes whose norms are above the median.
     factors: Mapping[str, float] = MappingProxyType({})
+    notes: Mapping[str, Any] = MappingProxyType({})  # for people: see `RoundNotes`
 
     def to_bytes(self) -> bytes:
         """Return the content of a file."""
-        fields = self._asdict() | {"factors": dict(self.factors)}
+        fields = self._asdict() | {"factors": dict(self.factors), "notes": dict(self.notes)}
         return json.dumps(fields).encode()
 
     @staticmethod
@@ -122,6 +138,7 @@ class Decision(NamedTuple):
             factors = {name: float(of) for name, of in fields.get("factors", {}).items()}
             if not all(0 < factor <= 1 for factor in factors.values()):
                 raise ValueError(f"factors={factors!r:.100} are not between 0 and 1")
-            return Decision(fields["reference"], dict(members), dict(left_out), factors)
+            notes = dict(fields.get("notes", {}))
+            return Decision(fields["reference"], dict(members), dict(left_out), factors, notes)
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{len(content)} bytes are no decision: {error!r:.100}.") from None

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import logging
 import time
+from collections.abc import Iterable
 
 from dynamiq_jax.islands._records import Change, Decision, digest_of, opened
 from dynamiq_jax.islands._transports import Transport
@@ -69,7 +70,8 @@ class RoundFiles:
         (decision,) = decisions
         members = {name: of for name, of in decision.members.items() if name not in damaged}
         left_out = {**decision.left_out, **damaged}
-        return Decision(reference, members, left_out, decision.factors), changes
+        left = Decision(reference, members, left_out, decision.factors, decision.notes)
+        return left, changes
 
     def decision(self, file: str) -> Decision:
         """Read a decision; ValueError if it is damaged."""
@@ -79,6 +81,15 @@ class RoundFiles:
         """Read a change, and the digest of its file; ValueError if it is damaged."""
         data = self.transport.get(file)
         return Change.from_bytes(opened(file, data, self.secret)), digest_of(data or b"")
+
+    def losses(self, number: int, names: Iterable[str]) -> dict[str, float]:
+        """Return the losses that islands have told in a round."""
+        found = {}
+        for name in names:
+            file = loss_file(number, name)
+            with contextlib.suppress(ValueError):  # told by none, or damaged
+                found[name] = float(opened(file, self.transport.get(file), self.secret))
+        return found
 
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""
@@ -105,6 +116,11 @@ class RoundFiles:
 def decision_file(number: int) -> str:
     """Return the file of the decision about a round."""
     return f"decision/{number:08}"
+
+
+def loss_file(number: int, name: str) -> str:
+    """Return the file of the loss of an island in a round."""
+    return f"loss/{number:08}/{name}"
 
 
 def change_file(number: int, reference: str, name: str = "") -> str:

@@ -468,7 +468,6 @@ def test_the_library_needs_none_of_it():
         "needed = {'tyro', 'rich', 'matplotlib'}\n"
         "assert not [name for name in sys.modules if name.startswith(ours)]\n"
         "assert not needed & set(sys.modules)\n"
-        "import dynamiq_research.drop_compute.__main__\n"
         "import dynamiq_jax._commands\n"
         "assert not needed & set(sys.modules)"
     )

@@ -1,0 +1,48 @@
+"""Rounds of a run as its store has them: for people, not for islands."""
+
+from typing import NamedTuple
+
+from dynamiq_jax.islands._records import Decision, RoundNotes, opened
+from dynamiq_jax.islands._rounds import decision_file
+from dynamiq_jax.islands._transports import Transport
+
+
+class RoundRecord(NamedTuple):
+    """A round that is decided, or the one that runs."""
+
+    number: int
+    here: tuple[str, ...]  # islands that announced themselves
+    decision: Decision | None  # None of the round that runs, or of one that is damaged
+    notes: RoundNotes
+    problem: str = ""  # of a decision that cannot be read
+
+
+def history(
+    transport: Transport, secret: bytes | None = None, last: int | None = None
+) -> list[RoundRecord]:
+    """Return the rounds of a run in order.
+
+    Args:
+      transport: store of the run.
+      secret: of its islands, if they have one.
+      last: number of rounds from the end; None for all.
+
+    Raises:
+      ValueError: there is no run in the store.
+    """
+    names = {*transport.names("here"), *transport.names("decision")}
+    if not names:
+        raise ValueError(f"{transport!r} has no run of islands. Give the place that they share.")
+    found = []
+    for name in sorted(names)[-(last or len(names)) :]:
+        number = int(name)
+        here, file = tuple(transport.names(f"here/{name}")), decision_file(number)
+        decision, problem = None, ""
+        if (data := transport.get(file)) is not None:
+            try:
+                decision = Decision.from_bytes(opened(file, data, secret))
+            except ValueError as error:
+                problem = str(error)
+        notes = RoundNotes.of({} if decision is None else decision.notes)
+        found.append(RoundRecord(number, here, decision, notes, problem))
+    return found
