@@ -268,20 +268,17 @@ def islands() -> str:
     return markdown([*header, "rounds missed by the others", "their longest exchange"], rows)
 
 
-def islands_sparse() -> str:
-    """Write losses of local SGD against its bytes, with sparse changes too: islands.json."""
-    results, rows = results_of("islands"), []
-    for name, row in results.items():
-        changes, _, every = name.partition("@")
-        if every:
-            exact = results[f"exact@{every}"]
-            fewer = exact["bytes"] / row["bytes"]
-            against = row["loss"] / exact["loss"] - 1
-            sent = f"{row['bytes'] / 1e6:.2f} MB"
-            rows.append([every, changes, f"{row['loss']:.4f}", f"{against:+.2%}", sent])
-            rows[-1].append(f"{fewer:.0f}x")
-    header = ["local steps", "changes", "loss", "against exact", "sent by a worker", "fewer"]
-    return markdown(header, rows)
+def islands_rounds() -> str:
+    """Write losses of islands with sparse messages: islands_rounds.json."""
+    rows = []
+    for row in results_of("islands_rounds")["rows"]:
+        until = row["rounds_of_exact"]
+        each = len(row["mean"])
+        shown = "" if row["setting"] == "exact" else f"{until:.0f}" if until else "not in them"
+        halves = [row["mean"][each // 2 - 1], row["mean"][-1]]
+        rows.append([row["setting"], f"{row['bits']:.2f}", *(f"{v:.3f}" for v in halves), shown])
+    header = ["messages", "bits a coordinate", "loss halfway", "loss at the end"]
+    return markdown([*header, "rounds of exact messages"], rows)
 
 
 def islands_links() -> str:
@@ -319,6 +316,6 @@ ALL: tuple[Callable[[], str], ...] = (
     messages_under_loss,
     packet_loss,
     islands,
-    islands_sparse,
+    islands_rounds,
     islands_links,
 )

@@ -28,7 +28,7 @@ from dynamiq_jax._prediction.advice import (
 from dynamiq_jax._prediction.cost_model import Network
 from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.hosts import CODEC_NS, HOST_LINKS
-from dynamiq_jax._prediction.islands import SHARE, island_rate
+from dynamiq_jax._prediction.islands import SHARE, SPARSE, island_memory, island_rounds
 from dynamiq_jax._prediction.tpus import LINKS
 
 _MOST_WORKERS = 2**20
@@ -93,7 +93,8 @@ class Advise:
 
     every: int | None = None
     """Local steps between two rounds of islands (islands.Islands). If given, the last lines are the
-    speeds of the link that islands need."""
+    links that islands need, with sparse messages and with those of --bits, the share of the time
+    that computes on this one, and bytes."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all predictions to this file."""
@@ -133,12 +134,18 @@ class Advise:
         if self.every is None:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
-        rates = {bits: island_rate(size, self.workers, bits, seconds) for bits in self.bits}
-        return [
-            f"{self.workers} islands with a round every {self.every} steps need "
-            f"{format_rate(rate)} each to exchange {bits:g} bits in {SHARE:.0%} of the time."
-            for bits, rate in rates.items()
-        ]
+        lines = []
+        for bits in (SPARSE, *self.bits):
+            found = island_rounds(size, self.workers, bits, seconds, self.rate)
+            low, high = found.computing
+            lines.append(
+                f"{self.workers} islands with a round every {self.every} steps need "
+                f"{format_rate(found.rate)} each to exchange {bits:g} bits in {SHARE:.0%} of the "
+                f"time. On this link, {low:.0%} to {high:.0%} of the time computes; a message has "
+                f"{format_bytes(found.message_bytes)}, and a day {format_bytes(found.bytes_a_day)}."
+            )
+        memory = format_bytes(island_memory(size))
+        return [*lines, f"Parameters, reference, momentum and residual take {memory} on the host."]
 
     def question(self) -> Question:
         """Parse the options.

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -98,3 +100,12 @@ def test_scripts_import_names_that_are_there(folder):
                 continue
             found = importlib.import_module(module)
             assert hasattr(found, attribute) or importlib.util.find_spec(name), name
+
+
+def test_a_command_says_by_itself_which_packages_it_lacks():
+    """So it imports none of them."""
+    code = (
+        "import sys, dynamiq_research.drop_compute.__main__\n"
+        "assert not {'tyro', 'rich', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

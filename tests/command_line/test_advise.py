@@ -314,7 +314,11 @@ def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):
 def test_it_names_the_link_that_islands_need():
     asked = dataclasses.replace(SLOW, workers=4, size="1G", step_time=5.0, bits=(4.0, 5.0))
     assert asked.island_links() == []
-    four, five = dataclasses.replace(asked, every=100).island_links()
+    sparse, four, five, memory = dataclasses.replace(asked, every=100).island_links()
     # Three messages of 4 G bits in 50 of 500 seconds.
     assert "4 islands with a round every 100 steps need 240 Mbit/s" in four
+    assert "need 15 Mbit/s each to exchange 0.25 bits" in sparse
+    # Over 1 Gbit/s, an exchange takes 12 s by the formula, and 1.25 to 1.66 times that.
+    assert "96% to 97% of the time computes" in four
+    assert "a message has 500 MB" in four and "take 16 GB on the host" in memory
     assert "300 Mbit/s each to exchange 5 bits in 10% of the time" in five

@@ -11,6 +11,7 @@ from dynamiq_jax._core import naming
 from dynamiq_jax.methods import (
     METHODS,
     PRESETS,
+    WRAPPERS,
     BlockInt,
     ErrorFeedback,
     TopKChunked,
@@ -201,3 +202,11 @@ def test_a_bare_number_is_the_whole_budget_where_there_are_two():
 def test_values_are_python_literals_or_text(text, value):
     made = naming.make("x", f"both:values={text}", {"both": Both}).values
     assert made == value and type(made) is type(value)
+
+
+@pytest.mark.parametrize("text", ("marsit", "ef+thc:6", "gc+bf16", "top_k:2"))
+def test_a_method_of_research_that_is_not_installed_says_what_to_install(text, monkeypatch):
+    for registry in (METHODS, WRAPPERS):
+        monkeypatch.setitem(vars(registry), "installed", {})
+    with pytest.raises(ValueError, match=r"is in dynamiq-jax-research\. Call pip install"):
+        resolve_method(text)
