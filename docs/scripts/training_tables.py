@@ -270,15 +270,18 @@ def islands() -> str:
 
 def islands_rounds() -> str:
     """Write losses of islands with sparse messages: islands_rounds.json."""
+    results = results_of("islands_rounds")["rows"]
+    (exact,) = (row["mean"] for row in results if row["setting"] == "exact")
+    half = len(exact) // 2
     rows = []
-    for row in results_of("islands_rounds")["rows"]:
-        until = row["rounds_of_exact"]
-        each = len(row["mean"])
-        shown = "" if row["setting"] == "exact" else f"{until:.0f}" if until else "not in them"
-        halves = [row["mean"][each // 2 - 1], row["mean"][-1]]
-        rows.append([row["setting"], f"{row['bits']:.2f}", *(f"{v:.3f}" for v in halves), shown])
+    for row in results:
+        mean, target = row["mean"], exact[half - 1]
+        below = [place for place, loss in enumerate(mean) if loss <= target]
+        until = f"{(below[0] + 1) / half:.2f}x" if below else "not reached"
+        cells = f"{row['bits']:.2f}", f"{mean[half - 1]:.3f}", f"{mean[-1]:.3f}", until
+        rows.append([row["setting"], *cells])
     header = ["messages", "bits a coordinate", "loss halfway", "loss at the end"]
-    return markdown([*header, "rounds of exact messages"], rows)
+    return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
 
 
 def islands_links() -> str:
