@@ -72,11 +72,10 @@ class Islands:
     weighted mean of those changes as the gradient of an outer step. So nobody waits longer than the
     deadline, and once for an island that is gone. No process has a special role.
 
-    A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, or if
-    its norm is 0 or above `norm_limit` times the median of the others, or if it copies another one.
-    The decision names its island and
-    the reason, and each island logs them as a warning of the logger `dynamiq_jax.islands`. If no
-    change counts, the reference stays.
+    A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, if its
+    norm is 0 or above `norm_limit` times the median of the others, or if it copies another one. The
+    decision names its island and the reason, and each island logs them as a warning of the logger
+    `dynamiq_jax.islands`. If no change counts, the reference stays.
 
     An island starts with `join`, also after a crash: from the last stored state that is whole, it
     repeats the outer steps since then. Each decision has a hash of reference and outer state, which
@@ -205,7 +204,7 @@ class Islands:
                 f"{leaves_of(state.reference)!r:.200}. Give parameters like the reference: a local "
                 "step that promotes them has to cast its result."
             )
-        wanted = _change(state, params, self.decay)
+        wanted = _change(state.reference, params, state.residual, self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
         message = encode(wanted, key=key, method=self.method)
@@ -347,13 +346,14 @@ def _is_file_name(name: str) -> bool:
     return is_plain and len(name.encode()) <= _LONGEST_NAME
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _change(state: IslandState, params: Any, decay: float) -> Any:
-    """Return what an island wants to send, float32 where leaves are narrower."""
-    before, now = wide(state.reference), wide(params)
-    return jax.tree.map(
-        lambda b, n, left: b - n + left * np.array(decay, left.dtype), before, now, state.residual
-    )
+@functools.partial(jax.jit, static_argnames="decay")
+def _change(reference: Any, params: Any, residual: Any, decay: float) -> Any:
+    """Return what an island has to send, float32 where leaves are narrower."""
+
+    def change(before: Any, now: Any, left: Any) -> Any:
+        return before - now + left * np.array(decay, left.dtype)
+
+    return jax.tree.map(change, wide(reference), wide(params), residual)
 
 
 def _left(wanted: Any, applied: Any) -> Any:
