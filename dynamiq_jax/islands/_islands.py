@@ -72,8 +72,8 @@ class Islands:
     weighted mean of those changes as the gradient of an outer step. So nobody waits longer than the
     deadline, and once for an island that is gone. No process has a special role.
 
-    A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, if its
-    norm is 0 or above `norm_limit` times the median of the others, or if it copies another one. The
+    A change does not count if its file is damaged or of other leaves, if it holds NaN or Inf, if
+    its norm is 0 or above `norm_limit` times the median of the others, or if it copies another. The
     decision names its island and the reason, and each island logs them as a warning of the logger
     `dynamiq_jax.islands`. If no change counts, the reference stays.
 
