@@ -132,6 +132,9 @@ def decoded(message: Array, form: SparseFormat) -> Array:
     numbers = _unpacked(codes, form.keep, form.bits)
     odd = (numbers >> 1 << 1 | 1).astype(jnp.float32)
     scale = bfloat16_value(lax.bitcast_convert_type(scales, jnp.uint16))
+    # As readers without JAX do. No encoder writes such a scale.
+    is_tiny = jnp.abs(scale) < np.finfo(np.float32).tiny
+    scale = jnp.where(is_tiny, jnp.copysign(np.float32(0), scale), scale)
     signed = jnp.where(numbers & 1 != 0, -odd, odd) * scale[:, None]
     rows = match_varying(jnp.zeros((blocks, form.chunk), jnp.float32), signed)
     return rows.at[block, places].set(signed, mode="drop").reshape(-1)

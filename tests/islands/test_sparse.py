@@ -13,6 +13,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.islands import Sparse, decode, encode, messages
 from dynamiq_jax.islands._sparse import decoded, encoded
 from tests.support.gradients import heavy_tailed
+from tests.support.message_bytes import same_bits
 
 SETTINGS = (
     Sparse(),
@@ -147,6 +148,15 @@ def test_a_block_with_other_places_is_refused_by_both_decoders(change):
     for reader in (decode, messages.decode):
         with pytest.raises(ValueError, match=rf"block 1 of a sparse message has {124 + change} pl"):
             reader(messages.Message.from_bytes(damaged.to_bytes()))
+
+
+@pytest.mark.parametrize("bits", (0x0071, 0x8071, 0x8000, 0x7FC1, 0xFF80))
+def test_scales_that_no_encoder_writes_are_the_same_values_for_both_decoders(bits):
+    message = encode([heavy_tailed(5, (4096,))], Sparse())
+    body = bits.to_bytes(2, "little") + message.body[2:]
+    changed = messages.Message(message.leaves, message.formats, body)
+    (of_jax,), (of_numpy,) = decode(changed).values(), messages.decode(changed).values()
+    assert same_bits(of_jax, of_numpy)
 
 
 @pytest.mark.sampled(40)
