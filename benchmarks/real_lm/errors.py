@@ -39,28 +39,31 @@ from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
+from dynamiq_jax._measurement.settings import installed
 from dynamiq_jax._measurement.simulate import make_devices
 
 ALLOCATED = "allocated "  # before a method: its bits by bucket, from the gradient of one worker
 # The first ones are those of the gradient.
 OF_GRADIENT = ("model", "step", "text", "workers", "batch", "context")
 KEY = (*OF_GRADIENT, "topology", "bucketing", "method", "seed")
-METHODS = (
-    "bf16",
-    "dynamiq:3",
-    "dynamiq:4",
-    "dynamiq:5",
-    "dynamiq:6",
-    "paper:5",
-    "blockint:5",
-    "blockint:8",
-    "mxfp4",
-    "mxfp6",
-    "mxfp8",
-    "mxint8",
-    "topk_chunked:5",
-    "powersgd",
-    "thc",
+METHODS = installed(
+    (
+        "bf16",
+        "dynamiq:3",
+        "dynamiq:4",
+        "dynamiq:5",
+        "dynamiq:6",
+        "paper:5",
+        "blockint:5",
+        "blockint:8",
+        "mxfp4",
+        "mxfp6",
+        "mxfp8",
+        "mxint8",
+        "topk_chunked:5",
+        "powersgd",
+        "thc",
+    )
 )
 
 

@@ -30,7 +30,7 @@ from benchmarks.training.muon import muon
 from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of, make_optimizer
 from benchmarks.training.small_lm.training import pretrained
-from dynamiq_jax._measurement.settings import Setting, parse_setting
+from dynamiq_jax._measurement.settings import Setting, installed, parse_setting
 
 TITLE = "Evaluation loss after fine-tuning, against the exact mean"
 
@@ -39,33 +39,35 @@ TITLE = "Evaluation loss after fine-tuning, against the exact mean"
 class Config:
     """Options of the benchmark."""
 
-    methods: tuple[str, ...] = (  # the first is what the others are compared with
-        "exact",
-        "dynamiq:5",
-        "mxfp8",
-        "blockint:5",
-        "dynamiq:4",
-        "blockint:4",
-        "dynamiq:3",
-        "blockint:3",
-        "mxfp4",
-        "thc",
-        "topk_chunked:4",
-        "ef+topk_chunked:4",
-        "powersgd",
-        "ef+powersgd",
-        "omnireduce",
-        "ef+topk_chunked:2",
-        "ef+arc_top_k:2",
-        "ef+arc_top_k:4",
-        "ef21m+exact",
-        "ef21m+arc_top_k:4:inner=exact",
-        "ef+split_sketch:2",
-        "ef+split_sketch:4",
-        "ef+marsit",
-        "gc+marsit",
-        "entropy_coded:agreement=0.1",
-        "thc:sum_bits=5",
+    methods: tuple[str, ...] = installed(
+        (  # the first is what the others are compared with
+            "exact",
+            "dynamiq:5",
+            "mxfp8",
+            "blockint:5",
+            "dynamiq:4",
+            "blockint:4",
+            "dynamiq:3",
+            "blockint:3",
+            "mxfp4",
+            "thc",
+            "topk_chunked:4",
+            "ef+topk_chunked:4",
+            "powersgd",
+            "ef+powersgd",
+            "omnireduce",
+            "ef+topk_chunked:2",
+            "ef+arc_top_k:2",
+            "ef+arc_top_k:4",
+            "ef21m+exact",
+            "ef21m+arc_top_k:4:inner=exact",
+            "ef+split_sketch:2",
+            "ef+split_sketch:4",
+            "ef+marsit",
+            "gc+marsit",
+            "entropy_coded:agreement=0.1",
+            "thc:sum_bits=5",
+        )
     )
     topology: str = "ring"
     workers: int = 4

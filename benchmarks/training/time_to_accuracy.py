@@ -46,7 +46,7 @@ from benchmarks.training.small_lm.training import abstract_model, new_model
 from dynamiq_jax._console import options, tables
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import parse_rate
-from dynamiq_jax._measurement.settings import PSUM
+from dynamiq_jax._measurement.settings import PSUM, installed
 
 ALONE_STEPS = 20  # that measure how long a step takes without the all-reduce
 
@@ -61,18 +61,20 @@ class Config:
     rates: tuple[str, ...] = ("100mbit", "200mbit", "1gbit")
     """Of every link, as tc spells them. Each takes as long as training with every setting."""
 
-    settings: tuple[str, ...] = (
-        PSUM,
-        "bf16:ring",
-        "mxfp8:ring",
-        "blockint:8:ring",
-        "thc:ring",
-        "dynamiq:4:ring",
-        "dynamiq:5:ring",
-        "dynamiq:6:ring",
-        "dynamiq:4:all_to_all",
-        "dynamiq:5:all_to_all",
-        "dynamiq:6:all_to_all",
+    settings: tuple[str, ...] = installed(
+        (
+            PSUM,
+            "bf16:ring",
+            "mxfp8:ring",
+            "blockint:8:ring",
+            "thc:ring",
+            "dynamiq:4:ring",
+            "dynamiq:5:ring",
+            "dynamiq:6:ring",
+            "dynamiq:4:all_to_all",
+            "dynamiq:5:all_to_all",
+            "dynamiq:6:all_to_all",
+        )
     )
     """[ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... psum, the exact run, sets the
     target: keep it. With @STEPS behind it, local SGD: an outer step after so many local ones, such

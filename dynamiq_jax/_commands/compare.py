@@ -16,37 +16,44 @@ from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, 
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import Comparison, made_up
 from dynamiq_jax._measurement.gradient_files import Gradients
-from dynamiq_jax._measurement.settings import PSUM, parse_settings, topologies_in
+from dynamiq_jax._measurement.settings import (
+    PSUM,
+    installed,
+    parse_settings,
+    topologies_in,
+)
 from dynamiq_jax._measurement.simulate import make_devices
 from dynamiq_jax.topologies import TOPOLOGIES
 
-DEFAULTS = (
-    "bf16",
-    "dynamiq:3",
-    "dynamiq:4",
-    "dynamiq:5",
-    "dynamiq:6",
-    "dynamiq:8.5",
-    "paper:5",
-    "blockint:4",
-    "blockint:5",
-    "blockint:6",
-    "blockint:8",
-    "mxfp4",
-    "mxfp6",
-    "mxfp8",
-    "mxint8",
-    "thc",
-    "entropy_coded:agreement=0.1",
-    "flash_communication:5",
-    "omnireduce",
-    "topk_chunked:5",
-    "arc_top_k:5",
-    "top_k:5",
-    "rand_k:5",
-    "split_sketch:5",
-    "powersgd",
-    "marsit",
+DEFAULTS = installed(
+    (
+        "bf16",
+        "dynamiq:3",
+        "dynamiq:4",
+        "dynamiq:5",
+        "dynamiq:6",
+        "dynamiq:8.5",
+        "paper:5",
+        "blockint:4",
+        "blockint:5",
+        "blockint:6",
+        "blockint:8",
+        "mxfp4",
+        "mxfp6",
+        "mxfp8",
+        "mxint8",
+        "thc",
+        "entropy_coded:agreement=0.1",
+        "flash_communication:5",
+        "omnireduce",
+        "topk_chunked:5",
+        "arc_top_k:5",
+        "top_k:5",
+        "rand_k:5",
+        "split_sketch:5",
+        "powersgd",
+        "marsit",
+    )
 )
 
 

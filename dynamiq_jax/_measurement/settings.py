@@ -10,7 +10,7 @@ ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback, or another
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +32,7 @@ from dynamiq_jax.methods import (
     known_methods,
     resolve_method,
 )
+from dynamiq_jax.methods._registry import OF_RESEARCH
 from dynamiq_jax.topologies import TOPOLOGIES, Topology, resolve_topology
 
 Tree = TypeVar("Tree")
@@ -114,6 +115,16 @@ def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Set
     return settings
 
 
+def installed(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return the settings whose methods are here: those of research are a distribution apart."""
+
+    def is_here(text: str) -> bool:
+        *wrappers, name = text.split(":")[0].split("+")
+        return name in (PSUM, *known_methods()) and all(each in WRAPPERS for each in wrappers)
+
+    return tuple(filter(is_here, texts))
+
+
 def parse_setting(text: str, option: str = "--settings") -> Setting:
     """Parse one setting; see the docstring of this file.
 
@@ -128,6 +139,11 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
             raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
         return Setting(text)
     known = known_methods()
+    if name not in known and {*name.split("+")} & OF_RESEARCH:
+        raise CommandError(
+            f"{option}: {text!r}: it is in dynamiq-jax-research. Call pip install "
+            "dynamiq-jax-research."
+        )
     if name not in known:
         raise CommandError(f"{option}: {text!r}: no method {name!r}. Give {grammar()}.")
     named = topologies_in(text)

@@ -115,7 +115,7 @@ def test_everything_public_is_there_without_optional_packages():
 import sys
 sys.modules.update(dict.fromkeys({sorted(name.replace("-", "_") for name in optional)}))
 import dynamiq_jax as dq
-dq.methods.resolve_method("thc"), dq.topologies.Ring
+dq.methods.resolve_method("ef+mxfp4"), dq.topologies.Ring
 print([getattr(dq, name).__name__.rpartition(".")[2] for name in dq.__all__] == dq.__all__)
 """
     command = [sys.executable, "-c", program]
