@@ -325,6 +325,6 @@ def test_the_index_of_benchmarks_has_every_script(page, folder):
 
 
 def test_the_first_pages_are_short():
-    """A tenth more than they have to be."""
+    """Of a page that leads to others, and of one to follow in ten minutes."""
     assert len(PAGES["README.md"].split()) <= 600
     assert len(PAGES["docs/getting_started.md"].split()) <= 550
