@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -286,3 +287,15 @@ def test_arrays_of_any_byte_order_are_encoded(order, kind):
     values = np.arange(5, dtype=order + kind)
     (decoded,) = islands.decode(islands.encode([values], key=KEY)).values()
     np.testing.assert_array_equal(decoded, values)
+
+
+RELEASED = np.load(Path(__file__).parent / "messages_0.2.0.npz")
+
+
+@pytest.mark.parametrize("name", [name for name in RELEASED if "." not in name])
+def test_messages_of_the_release_before_are_read(name):
+    """Made and decoded by `dq.encode` and `dq.decode` of 0.2.0."""
+    message = islands.Message.from_bytes(RELEASED[name].tobytes())
+    for decode in (islands.decode, messages.decode):
+        for leaf, values in decode(message).items():
+            assert same_bits(values, RELEASED[f"{name}.{leaf}"])
