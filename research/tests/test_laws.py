@@ -201,13 +201,6 @@ def test_two_kinds_of_statistics_are_counted(monkeypatch):
 # --------------------------------------------------------------------------------- settings of JAX
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS.installed)
-def test_checks_of_nan_find_none(name, data_mesh, monkeypatch):
-    monkeypatch.setitem(test_settings.NAMES, name, resolve_method(name))
-    test_settings.test_checks_of_nan_find_none(name, data_mesh)
-
-
 def test_64_bits_change_nothing(data_mesh):
     test_settings.test_every_topology("entropy_coded", "all_to_all", True, data_mesh)
     test_settings.test_sums_with_metrics_and_a_limit(EntropyCoded(), False, data_mesh)

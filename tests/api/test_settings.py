@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import METHODS, MXFP8, PRESETS, resolve_method
+from dynamiq_jax.methods import MXFP8, PRESETS, resolve_method
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from dynamiq_jax.training import LocalSGD
 from tests.conformance.table import CASES, CHUNKED, ROWS
@@ -200,7 +200,7 @@ def test_local_steps(data_mesh):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", METHODS.own)
+@pytest.mark.parametrize("name", CASES)
 def test_checks_of_nan_find_none(name, data_mesh):
     """Nor in lanes whose values are not used."""
     mapped = on_workers(data_mesh(NUM_WORKERS), steps(NAMES[name]))
