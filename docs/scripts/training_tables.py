@@ -270,14 +270,19 @@ def islands() -> str:
 
 def islands_rounds() -> str:
     """Write losses of islands with sparse messages: islands_rounds.json."""
-    results = results_of("islands_rounds")["rows"]
+    found = results_of("islands_rounds")
+    results = found["rows"]
     (exact,) = (row["mean"] for row in results if row["setting"] == "exact")
     half = len(exact) // 2
     rows = []
     for row in results:
         mean, target = row["mean"], exact[half - 1]
-        below = [place for place, loss in enumerate(mean) if loss <= target]
-        until = f"{(below[0] + 1) / half:.2f}x" if below else "not reached"
+        losses = [found["before"], *mean]
+        below = [place for place, loss in enumerate(losses) if loss <= target]
+        until = "not reached"
+        if below:  # a straight line between two evaluations
+            last, first = losses[below[0] - 1], losses[below[0]]
+            until = f"{(below[0] - (target - first) / (last - first)) / half:.2f}x"
         cells = f"{row['bits']:.2f}", f"{mean[half - 1]:.3f}", f"{mean[-1]:.3f}", until
         rows.append([row["setting"], *cells])
     header = ["messages", "bits a coordinate", "loss halfway", "loss at the end"]
