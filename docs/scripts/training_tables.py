@@ -289,6 +289,17 @@ def islands_rounds() -> str:
     return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
 
 
+def islands_codec() -> str:
+    """Write times of encoding and decoding messages of islands: islands_codec.json."""
+    results = results_of("islands_codec")
+    names = ("encode", "decode", "decode, NumPy")
+    rows = [
+        [row["message"], *(f"{row['ns'][name]:.1f} ns" for name in names)] for row in results["rows"]
+    ]
+    beside = ", ".join(f"{name} {ns:.1f} ns" for name, ns in results["ns"].items())
+    return markdown(["messages", *names], rows) + f"\nBeside them: {beside}.\n"
+
+
 def islands_links() -> str:
     """Write times to losses of islands over slow links, beside all-reduces: islands_links.json."""
     results = results_of("islands_links")
@@ -325,5 +336,6 @@ ALL: tuple[Callable[[], str], ...] = (
     packet_loss,
     islands,
     islands_rounds,
+    islands_codec,
     islands_links,
 )

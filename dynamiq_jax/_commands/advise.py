@@ -28,7 +28,7 @@ from dynamiq_jax._prediction.advice import (
 from dynamiq_jax._prediction.cost_model import Network
 from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.hosts import CODEC_NS, HOST_LINKS
-from dynamiq_jax._prediction.islands import SHARE, SPARSE, island_memory, island_rounds
+from dynamiq_jax._prediction.islands import SHARE, SPARSE, SPARSE_ROUNDS, island_memory, island_rounds
 from dynamiq_jax._prediction.tpus import LINKS
 
 _MOST_WORKERS = 2**20
@@ -94,7 +94,7 @@ class Advise:
     every: int | None = None
     """Local steps between two rounds of islands (islands.Islands). If given, the last lines are the
     links that islands need, with sparse messages and with those of --bits, the share of the time
-    that computes on this one, and bytes."""
+    that computes on this one, bytes, and the messages that are the fastest to a loss."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all predictions to this file."""
@@ -134,9 +134,11 @@ class Advise:
         if self.every is None:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
-        lines = []
+        lines, predicted = [], []
         for bits in (SPARSE, *self.bits):
-            found = island_rounds(size, self.workers, bits, seconds, self.rate)
+            on_cpu = self.device == "cpu"
+            found = island_rounds(size, self.workers, bits, seconds, self.rate, on_cpu)
+            predicted.append(found)
             low, high = found.computing
             lines.append(
                 f"{self.workers} islands with a round every {self.every} steps need "
@@ -144,6 +146,12 @@ class Advise:
                 f"time. On this link, {low:.0%} to {high:.0%} of the time computes; a message has "
                 f"{format_bytes(found.message_bytes)}, and a day {format_bytes(found.bytes_a_day)}."
             )
+        first, second = sorted(predicted, key=lambda each: each.to_loss)[:2]
+        lines.append(
+            f"To the same loss, {first.bits:g} bits are the fastest on this link, "
+            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.bits:g} bits: messages "
+            f"of {SPARSE:g} bits take {SPARSE_ROUNDS:g} times the rounds, measured on a small model."
+        )
         memory = format_bytes(island_memory(size))
         return [*lines, f"Parameters, reference, momentum and residual take {memory} on the host."]
 

@@ -314,7 +314,7 @@ def test_the_command_prints_a_table_and_keeps_it(tmp_path, capsys):
 def test_it_names_the_link_that_islands_need():
     asked = dataclasses.replace(SLOW, workers=4, size="1G", step_time=5.0, bits=(4.0, 5.0))
     assert asked.island_links() == []
-    sparse, four, five, memory = dataclasses.replace(asked, every=100).island_links()
+    sparse, four, five, fastest, memory = dataclasses.replace(asked, every=100).island_links()
     # Three messages of 4 G bits in 50 of 500 seconds.
     assert "4 islands with a round every 100 steps need 240 Mbit/s" in four
     assert "need 15 Mbit/s each to exchange 0.25 bits" in sparse
@@ -322,3 +322,16 @@ def test_it_names_the_link_that_islands_need():
     assert "96% to 97% of the time computes" in four
     assert "a message has 500 MB" in four and "take 16 GB on the host" in memory
     assert "300 Mbit/s each to exchange 5 bits in 10% of the time" in five
+    # An exchange of 4 bits takes 17 s, less than a fifth of the steps: more rounds would cost more.
+    assert "4 bits are the fastest on this link, 1.01 times as fast as 5 bits" in fastest
+
+
+def test_sparse_messages_are_the_fastest_where_a_round_is_mostly_wire():
+    asked = dataclasses.replace(SLOW, workers=4, size="1G", step_time=5.0, bits=(4.0,), every=30)
+    *_, fastest, _ = dataclasses.replace(asked, link="100mbit").island_links()
+    # 150 + 1.455 * 120 seconds, over 1.21 * (150 + 1.455 * 7.5).
+    assert "0.25 bits are the fastest on this link, 1.67 times as fast as 4 bits" in fastest
+    # Two cores take 13 seconds more for messages of 0.25 bits, and 8 for those of 4.
+    on_cpu = dataclasses.replace(asked, link="100mbit", device="cpu")
+    *_, fastest, _ = on_cpu.island_links()
+    assert "0.25 bits are the fastest on this link, 1.58 times as fast as 4 bits" in fastest

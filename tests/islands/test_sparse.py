@@ -92,6 +92,16 @@ def test_numpy_writes_what_jax_writes(sparse):
     np.testing.assert_allclose(found, both(values, sparse), rtol=2**-7)
 
 
+@settings_of
+@pytest.mark.parametrize("hostile", [(), (np.nan,), (np.inf, -np.inf)], ids=str)
+def test_numpy_keeps_the_first_of_equal_magnitudes_as_jax_does(sparse, hostile):
+    """Sums of whole numbers are exact, so that all bytes are equal."""
+    values = np.random.default_rng(3).integers(-3, 4, 2 * sparse.chunk).astype(np.float32)
+    values[5 : 5 + len(hostile)] = hostile
+    own = sparse.format.encode(values, sparse.gain)
+    np.testing.assert_array_equal(own, encoded(jnp.asarray(values), sparse.format, sparse.gain))
+
+
 @given(seed=st.integers(0, 2**32 - 1), keep=st.integers(1, 128), bits=st.integers(1, 4))
 def test_any_places_come_back(seed, keep, bits):
     sparse = Sparse(keep=keep, chunk=256, bits=bits, gain=1.0)

@@ -114,7 +114,10 @@ class SparseFormat:
         rows = np.zeros((blocks, self.chunk), np.float32)
         rows.reshape(-1)[: values.size] = values
         sizes = np.where(np.isnan(rows), np.float32(np.inf), np.abs(rows))
-        places = np.sort(np.argsort(-sizes, axis=1, kind="stable")[:, : self.keep], axis=1)
+        least = np.partition(sizes, -self.keep, axis=1)[:, -self.keep, None]
+        room = self.keep - np.sum(sizes > least, axis=1, keepdims=True)
+        is_kept = (sizes > least) | (sizes == least) & (np.cumsum(sizes == least, axis=1) <= room)
+        places = np.nonzero(is_kept)[1].reshape(blocks, self.keep)
         kept = np.take_along_axis(rows, places, axis=1)
         scales, indices = self._quantized(np.abs(kept), np.float32(gain))
         bits = np.zeros((blocks, self.high_bits), np.uint8)
