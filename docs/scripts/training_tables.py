@@ -294,7 +294,8 @@ def islands_codec() -> str:
     results = results_of("islands_codec")
     names = ("encode", "decode", "decode, NumPy")
     rows = [
-        [row["message"], *(f"{row['ns'][name]:.1f} ns" for name in names)] for row in results["rows"]
+        [row["message"], *(f"{row['ns'][name]:.1f} ns" for name in names)]
+        for row in results["rows"]
     ]
     beside = ", ".join(f"{name} {ns:.1f} ns" for name, ns in results["ns"].items())
     return markdown(["messages", *names], rows) + f"\nBeside them: {beside}.\n"

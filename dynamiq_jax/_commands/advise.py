@@ -28,7 +28,13 @@ from dynamiq_jax._prediction.advice import (
 from dynamiq_jax._prediction.cost_model import Network
 from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.hosts import CODEC_NS, HOST_LINKS
-from dynamiq_jax._prediction.islands import SHARE, SPARSE, SPARSE_ROUNDS, island_memory, island_rounds
+from dynamiq_jax._prediction.islands import (
+    SHARE,
+    SPARSE,
+    SPARSE_ROUNDS,
+    island_memory,
+    island_rounds,
+)
 from dynamiq_jax._prediction.tpus import LINKS
 
 _MOST_WORKERS = 2**20
@@ -149,8 +155,9 @@ class Advise:
         first, second = sorted(predicted, key=lambda each: each.to_loss)[:2]
         lines.append(
             f"To the same loss, {first.bits:g} bits are the fastest on this link, "
-            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.bits:g} bits: messages "
-            f"of {SPARSE:g} bits take {SPARSE_ROUNDS:g} times the rounds, measured on a small model."
+            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.bits:g} bits. Messages "
+            f"of {SPARSE:g} bits take {SPARSE_ROUNDS:g} times the rounds, as measured on a small "
+            "model."
         )
         memory = format_bytes(island_memory(size))
         return [*lines, f"Parameters, reference, momentum and residual take {memory} on the host."]

@@ -110,6 +110,9 @@ class Islands:
     outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True)
     method: Choice = DynamiQ(bits=4)  # of messages; see `encode`
     store_every: int = 10  # rounds between two states that are stored for islands that join
+    # Rounds whose changes and states stay in the store, two times `store_every` or more; None: all.
+    # An island that is late by more has to join again.
+    keep_rounds: int | None = None
     poll: float = 0.05  # seconds between two looks at the transport
     seed: int = 0  # of the rounding noise
 
@@ -139,6 +142,13 @@ class Islands:
             )
         check_number("norm_limit", self.norm_limit, 1, float("inf"))
         check_integer("store_every", self.store_every, 1)
+        if self.keep_rounds is not None:
+            check_integer("keep_rounds", self.keep_rounds, 2 * self.store_every)
+            if not hasattr(self.transport, "delete"):
+                raise TypeError(
+                    f"keep_rounds={self.keep_rounds!r} needs a transport with a function delete, "
+                    f"and {type(self.transport).__name__} has none. See islands.Transport."
+                )
         check_number("poll", self.poll, 0, float("inf"))
         check_integer("seed", self.seed, -(2**31), 2**32 - 1)
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
@@ -302,6 +312,8 @@ class Islands:
         state = state._replace(round=number + 1, reference=after, outer=outer)
         if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
             self._store(state)
+            if self.keep_rounds is not None:
+                self._rounds.forget(state.round - self.keep_rounds)
         file = f"here/{state.round:08}/{self.name}"
         self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
         return state, decision

@@ -91,6 +91,17 @@ class RoundFiles:
                 found[name] = float(opened(file, self.transport.get(file), self.secret))
         return found
 
+    def forget(self, before: int) -> None:
+        """Delete changes and states of the rounds before one. Decisions stay, for `history`."""
+        transport = self.transport
+        for state in _before(transport.names("state"), before):
+            transport.delete(f"state/{state}")
+        for number in _before(transport.names("change"), before):
+            for reference in transport.names(f"change/{number}"):
+                folder = f"change/{number}/{reference}"
+                for name in transport.names(folder):
+                    transport.delete(f"{folder}/{name}")
+
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""
         found = []
@@ -111,6 +122,11 @@ class RoundFiles:
             except ValueError as error:
                 damaged[name] = str(error)
         return changes, damaged
+
+
+def _before(names: Iterable[str], number: int) -> list[str]:
+    """Return the names of rounds before one."""
+    return [name for name in names if name.isdecimal() and int(name) < number]
 
 
 def decision_file(number: int) -> str:

@@ -24,6 +24,9 @@ class Transport(Protocol):
     def names(self, folder: str) -> list[str]:
         """Return the last parts of the names in a folder, such as ["east"] of "change/7"."""
 
+    def delete(self, name: str) -> None:
+        """Forget a name and its bytes, if there are any; only for `Islands(keep_rounds=)`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedFolder:
@@ -61,6 +64,14 @@ class SharedFolder:
         with contextlib.suppress(FileNotFoundError):
             return sorted(os.listdir(Path(self.path, folder)))
         return []
+
+    def delete(self, name: str) -> None:
+        """Forget a name; see `Transport.delete`. Folders that are empty then go, too."""
+        target = Path(self.path, name)
+        target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first that is not empty
+            for folder in target.relative_to(self.path).parents[:-1]:
+                Path(self.path, folder).rmdir()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +111,8 @@ class ObjectStore:
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def delete(self, name: str) -> None:
+        """Forget a name; see `Transport.delete`."""
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm_file(f"{self.path}/{name}")

@@ -16,10 +16,10 @@ import optax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder
+from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder, history
 from dynamiq_jax.islands._records import Decision, opened
 from tests.support import island_worker, processes
-from tests.support.islands import PARAMS, exchanged, joined, moved, same, together
+from tests.support.islands import PARAMS, Memory, exchanged, joined, moved, same, together
 
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -157,6 +157,32 @@ def test_an_island_joins_with_the_reference_of_the_others(transport):
     sent = island.exchange(moved(state.reference, 7), state)
     behind = again.exchange(moved(state.reference, 8), found)
     assert same(behind.reference, sent.reference) and np.any(behind.residual["w"])
+
+
+def test_old_rounds_are_deleted_and_the_run_goes_on(transport):
+    """Decisions stay. Who joins starts at a state that is kept, and who is too late must join."""
+    fields = {"store_every": 2, "keep_rounds": 4, "deadline": 0.1, "count": 1, "poll": 0.01}
+    (island, late), states = joined(transport, "ab", **fields)
+    state = states[0]
+    for number in range(9):
+        state = island.exchange(moved(state.reference, number), state)
+    assert [int(name) for name in transport.names("state")] == [4, 6, 8]
+    assert [int(name) for name in transport.names("change")] == [4, 5, 6, 7, 8]
+    assert len(transport.names("decision")) == 9
+    assert [len(record.decision.members) for record in history(transport)[:9]] == [1] * 9
+    newcomer = Islands(transport=transport, name="c", **fields).join(PARAMS)
+    assert newcomer.round == 9 and same(newcomer[1:3], state[1:3])
+    with pytest.raises(RuntimeError, match=r"round 0: 'b' cannot read .* Call join"):
+        late.exchange(moved(PARAMS, 1), states[1])
+    assert same(late.join(PARAMS)[1:3], state[1:3])
+    transport.delete("change/none")  # of a name that there is not, nothing
+
+
+def test_old_rounds_are_deleted_only_where_it_is_possible(tmp_path):
+    with pytest.raises(ValueError, match=r"keep_rounds=3 is not possible.* at least 4"):
+        Islands(transport=SharedFolder(tmp_path), name="a", store_every=2, keep_rounds=3)
+    with pytest.raises(TypeError, match=r"keep_rounds=20 needs .* Memory has none"):
+        Islands(transport=Memory(), name="a", keep_rounds=20)
 
 
 def test_nobody_waits_for_an_island_that_is_gone(tmp_path):

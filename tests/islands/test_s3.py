@@ -57,6 +57,9 @@ def test_of_many_writers_of_a_name_one_succeeds(url):
         assert sum(won) == 1
         assert {s.get(f"a/{name}") for s in stores} == {written[won.index(True)]}
     assert stores[0].names("a") == [str(name) for name in range(5)]
+    for name in ("a/3", "a/3", "a/none"):
+        stores[0].delete(name)
+    assert stores[1].names("a") == ["0", "1", "2", "4"] and stores[1].get("a/3") is None
 
 
 def test_large_objects_are_written_once(url):
