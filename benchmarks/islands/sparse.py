@@ -10,6 +10,7 @@ with exact messages, of the same outer step, has the loss of the last round.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,10 +144,15 @@ class Training:
 
 
 def rounds_until(losses: list[float], rounds: int, target: float) -> float | None:
-    """Return the rounds until a curve of equal steps has a loss, between its points by a line."""
-    each = rounds / len(losses)
-    for place in range(1, len(losses)):
-        before, after = losses[place - 1 : place + 1]
+    """Return the rounds until a curve first has a loss, between its points by a line.
+
+    Args:
+      losses: at equal distances, the first one before the first round.
+      rounds: of the whole curve.
+      target: the loss.
+    """
+    each = rounds / (len(losses) - 1)
+    for place, (before, after) in enumerate(itertools.pairwise(losses)):
         if after <= target <= before:
             return each * (place + (before - target) / max(before - after, 1e-9))
     return None
@@ -173,7 +179,7 @@ def main(config: Config) -> Iterator[Report]:
         mean = np.mean(curves, axis=0).tolist()
         row = {"setting": setting.name, "bits": bits, "losses": curves, "mean": mean}
         exact = next((each["mean"] for each in rows if each["setting"] == "exact"), mean)
-        row["rounds_of_exact"] = rounds_until(exact, config.rounds, mean[-1])
+        row["rounds_of_exact"] = rounds_until([start, *exact], config.rounds, mean[-1])
         rows.append(row)
         yield Report(
             results={"before": start, "rows": rows},

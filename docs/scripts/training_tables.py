@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from benchmarks.islands.sparse import rounds_until
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
 
@@ -276,14 +277,10 @@ def islands_rounds() -> str:
     half = len(exact) // 2
     rows = []
     for row in results:
-        mean, target = row["mean"], exact[half - 1]
-        losses = [found["before"], *mean]
-        below = [place for place, loss in enumerate(losses) if loss <= target]
-        until = "not reached"
-        if below:  # a straight line between two evaluations
-            last, first = losses[below[0] - 1], losses[below[0]]
-            until = f"{(below[0] - (target - first) / (last - first)) / half:.2f}x"
-        cells = f"{row['bits']:.2f}", f"{mean[half - 1]:.3f}", f"{mean[-1]:.3f}", until
+        losses = row["mean"]
+        rounds = rounds_until([found["before"], *losses], 2 * half, exact[half - 1])
+        until = "not reached" if rounds is None else f"{rounds / half:.2f}x"
+        cells = f"{row['bits']:.2f}", f"{losses[half - 1]:.3f}", f"{losses[-1]:.3f}", until
         rows.append([row["setting"], *cells])
     header = ["messages", "bits a coordinate", "loss halfway", "loss at the end"]
     return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
