@@ -32,7 +32,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax._rewriting.sums import Sum
     from dynamiq_jax.methods import DynamiQ
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AllReduceState",

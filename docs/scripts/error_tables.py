@@ -22,28 +22,6 @@ def real_lm_methods() -> str:
     return markdown(["method", "bits", "vNMSE", "of a super-group", "gain"], rows)
 
 
-def on_a_ring() -> str:
-    """Write the error and the time of every method on a ring: compare_ring.json."""
-    measured = {(row["setting"], row["workers"]): row for row in results_of("compare_ring")}
-    of_eight = [row for (_, workers), row in measured.items() if workers == 8]
-    rows = []
-    for row in sorted(of_eight, key=lambda row: -row["bits"]):
-        if row["setting"].startswith("dynamiq") and ".5:" in row["setting"]:  # in `equal_bits`
-            continue
-        rows.append(
-            [
-                f"`{row['method']}`",
-                f"{row['bits']:.2f}",
-                exponent(row["vnmse"]),
-                exponent(measured[row["setting"], 16]["vnmse"]),
-                f"{mean([step['gain'] for step in row['steps'].values()]):.3f}",
-                f"{row['codec_ns']:.0f}",
-            ]
-        )
-    header = ["method", "bits", "vNMSE, 8 workers", "16 workers", "gain", "codec ns"]
-    return markdown(header, rows)
-
-
 def equal_bits() -> str:
     """Write the error of DynamiQ and of block integers of as many bits, on 8 workers:
     compare_ring.json and compare_topologies.json.
@@ -56,7 +34,7 @@ def equal_bits() -> str:
     }
     carriers = ("ring", "butterfly", "all_to_all")
     rows = []
-    for bits in (3.5, 4.5, 5.5, 6.5, 7.5, 8.5):
+    for bits in (3.5, 4.5, 5.5, 8.5):
         settings = (f"dynamiq:{bits:g}", f"blockint:{bits - 0.5:g}")
         errors = [vnmse[f"{setting}:{carrier}"] for setting in settings for carrier in carriers]
         rows.append([f"{bits:g}", *map(exponent, errors)])
@@ -128,9 +106,7 @@ def allocation() -> str:
     and allocation.json.
     """
     columns = {
-        "to fitted widths": ("against_fitted", "to fitted"),
         "to `BlockInt`, both unbiased": ("against_blockint", "unbiased"),
-        "both to nearest": ("against_blockint", "nearest"),
         "`DynamiQ` unbiased, `BlockInt` to nearest": ("against_blockint", "unbiased / nearest"),
         "4.25 bits to MXFP4": ("against_mxfp4", "to mxfp4", 4.25),
         "5 bits to MXFP4": ("against_mxfp4", "to mxfp4", 5),
@@ -138,7 +114,7 @@ def allocation() -> str:
     files = [results_of(name) for name in ("allocation_real_lm", "allocation")]
     compared = {
         table: [row for file in files for row in file[table]]
-        for table in ("against_fitted", "against_blockint", "against_mxfp4")
+        for table in ("against_blockint", "against_mxfp4")
     }
     rows = []
     for tensor in dict.fromkeys(_name(row) for row in compared["against_blockint"]):
@@ -175,7 +151,8 @@ def limits() -> str:
         step, workers, bits = bound["step"], bound["workers"], bound["bits"]
         settings = (f"dynamiq:{bits:g}:ring", "mxfp8:ring")
         errors = [measured.get((setting, workers, step)) for setting in settings]
-        if bits in (4, 5) and workers == 8 and None not in errors:
+        is_shown = step in ("", "step 100") and bits in (4, 5) and workers == 8
+        if is_shown and None not in errors:
             model = f"small model, {step}" if step else "SmolLM2, layer 15"
             cells = map(exponent, (bound["message"], bound["ring"], *errors))
             rows.append([f"{bits:g}", model, *cells])
@@ -206,18 +183,18 @@ def error_estimates() -> str:
 
 
 def rounding_bias() -> str:
-    """Write the share of the squared error that is bias, by topology: rounding_bias.json."""
+    """Write the share of the squared error that is bias, over topologies: rounding_bias.json."""
     found = results_of("rounding_bias")
     counts = list(dict.fromkeys(row["workers"] for row in found))
     rows = []
-    for name in dict.fromkeys(row["gradients"] for row in found):
-        own = [row for row in found if row["gradients"] == name]
-        cells = []
+    for kind in ("synthetic", "small model"):
+        own = [row for row in found if row["gradients"].startswith(kind)]
+        cells = [kind]
         for count in counts:
-            shares = [f"{100 * row['bias']:.1f}" for row in own if row["workers"] == count]
-            cells.append(f"{', '.join(shares if len({*shares}) > 1 else shares[:1])}%")
+            shares = [100 * row["bias"] for row in own if row["workers"] == count]
+            cells.append(f"{min(shares):.1f} to {max(shares):.1f}%")
         gains = [row["gain"] for row in own]
-        rows.append([name, *cells, f"{min(gains):.2f} to {max(gains):.2f}"])
+        rows.append([*cells, f"{min(gains):.2f} to {max(gains):.2f}"])
     header = ["gradients", *(f"{count} workers" for count in counts)]
     return markdown([*header, "error of independent rounding"], rows)
 
@@ -265,7 +242,6 @@ ALL = (
     drift_feedback,
     drift_messages,
     real_lm_methods,
-    on_a_ring,
     equal_bits,
     beside_paper,
     by_workers,

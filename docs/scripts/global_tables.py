@@ -9,28 +9,23 @@ _TARGETS = {"H200": "two hosts of 4 H200", "v5p": "two slices of 4 TPU v5p"}
 
 
 def global_forms() -> str:
-    """Write losses and bytes of all forms, by version of JAX and kind of axes."""
-    cells: dict[str, dict[tuple[str, str], dict[str, Any]]] = collections.defaultdict(dict)
-    for row in results_of("global_forms"):
-        cells[row["form"]][row["jax"], row["kind"]] = row
-    versions = sorted({version for of in cells.values() for version, _ in of})
-    cases = [(version, kind) for version in versions for kind in ("automatic", "explicit")]
+    """Write the largest difference of losses and the bytes of each form."""
+    found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    for row in results_of("global_forms"):  # by version of JAX and kind of axes
+        found[row["form"]].append(row)
     rows = []
-    for form, of in cells.items():
-        first = next(of[case] for case in cases if case in of)
-        surplus = [row["surplus"] / row["groups"] for row in of.values() if "surplus" in row]
+    for form, of in found.items():
+        first = min(of, key=lambda row: (row["jax"], row["kind"]))
+        axes = " x ".join(f"{name} {size}" for name, size in first["axes"].items())
         rows.append(
             [
-                form.replace("_", " "),
-                " x ".join(f"{name} {size}" for name, size in first["axes"].items()),
-                *(exponent(of[case]["difference"]) if case in of else "" for case in cases),
+                form.replace("_", " ") + ("" if axes == "data 4" else f" ({axes})"),
+                exponent(max(row["difference"] for row in of)),
                 f"{first['bytes_before']:,.0f}",
                 f"{first['bytes_after']:,.0f}",
-                f"{max(surplus):.0f}" if surplus else "",
             ]
         )
-    header = ["form", "mesh", *(f"{version}, {kind}" for version, kind in cases)]
-    return markdown([*header, "bytes of `jax.jit`", "at 5 bits", "over `dq.pmean`"], rows)
+    return markdown(["form", "difference", "bytes of `jax.jit`", "at 5 bits"], rows)
 
 
 def aot_global_step() -> str:

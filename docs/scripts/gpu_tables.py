@@ -43,17 +43,17 @@ def gpu_worker_ps() -> float:
 
 def gpu_kernels() -> str:
     """Write the times of the operations on an H200, by backend: gpu_kernels.json."""
-    return _times("gpu_kernels")
+    return _times("gpu_kernels", ("float32", "bfloat16"))
 
 
 def gpu_kernels_h100() -> str:
     """Write the times of the operations on an H100, by backend: gpu_kernels_h100.json."""
-    return _times("gpu_kernels_h100")
+    return _times("gpu_kernels_h100", ("float32",))
 
 
-def _times(name: str) -> str:
+def _times(name: str, dtypes: tuple[str, ...]) -> str:
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         times = gpu_times(dtype, name)
         for operation in STEPS:
             ours = times[operation, "triton"]

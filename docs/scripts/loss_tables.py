@@ -46,6 +46,8 @@ def real_lm_training_muon() -> str:
 def _fine_tuning(name: str) -> str:
     rows = []
     for mean_of in by_method(results_of(name)):
+        if "exponent" in mean_of["method"]:
+            continue
         is_exact = mean_of["method"] == "exact"
         rows.append(
             [
@@ -68,6 +70,8 @@ def real_lm_time_to_accuracy() -> str:
     seconds = {(row["method"], row["rate"]): row["seconds_to_target"] for row in rows}
     table = []
     for method in dict.fromkeys(row["method"] for row in rows):
+        if "exponent" in method:
+            continue
         cells = []
         for rate in rates:
             own, of_bf16 = seconds[method, rate], seconds["bf16", rate]

@@ -108,31 +108,6 @@ def locality() -> str:
     return markdown(["bits", "block", "in order", "permuted", "as many single coordinates"], rows)
 
 
-def low_bits() -> str:
-    """Write error, bits and time of one all-reduce of the newer methods: compare_low_bits.json."""
-    found = results_of("compare_low_bits")
-    rows = []
-    elsewhere = {row["setting"] for row in results_of("compare_ring")}
-    for setting in dict.fromkeys(row["setting"] for row in found):
-        if setting in elsewhere:
-            continue
-        by_workers = {row["workers"]: row for row in found if row["setting"] == setting}
-        of_eight = by_workers[8]
-        gain = mean([step["gain"] for step in of_eight["steps"].values()])
-        rows.append(
-            [
-                f"`{setting.removesuffix(':ring')}`",
-                f"{of_eight['bits']:.2f}",
-                exponent(of_eight["vnmse"]),
-                exponent(by_workers[16]["vnmse"]),
-                f"{gain:.3f}",
-                f"{of_eight['codec_ns']:.0f}",
-            ]
-        )
-    header = ["method", "bits", "vNMSE, 8 workers", "16 workers", "gain", "codec ns"]
-    return markdown(header, rows)
-
-
 def slow_link() -> str:
     """Write times to the target below 3 bits: time_to_accuracy_low_bits.json."""
     found = results_of("time_to_accuracy_low_bits")
@@ -163,6 +138,5 @@ ALL = (
     split_sketch,
     arc_synthetic,
     locality,
-    low_bits,
     slow_link,
 )

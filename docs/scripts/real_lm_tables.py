@@ -24,7 +24,7 @@ def real_lm_errors() -> str:
         kinds = ["" if start is None else exponent(start["of_kind"][kind]) for kind in _KINDS]
         rows.append([f"`{method}`", f"{bits:.2f}", *cells, *kinds])
     rows.sort(key=lambda row: -float(row[1]))
-    header = ["method", "bits", *(_name(case) for case in _cases()), *_KINDS]
+    header = ["method", "bits", *(f"step {step}" for _, step in _cases()), *_KINDS]
     return markdown(header, rows)
 
 
@@ -53,36 +53,15 @@ def real_lm_topologies() -> str:
     return markdown([*header, "over `mxfp8`", "over `blockint:5`"], rows)
 
 
-def real_lm_layers() -> str:
-    """Write errors of some layers, by method: chats, step 0, a ring of 8 workers."""
-    layers = ("0", "5", "10", "15", "20", "25", "29")
-    rows = []
-    for method in ("dynamiq:5", "mxfp8", "blockint:5"):
-        own = _errors(method=method, workers=8, topology="ring", bucketing="auto")["chats", 0]
-        rows.append([f"`{method}`", *(exponent(own["of_layer"][layer]) for layer in layers)])
-    return markdown(["method", *(f"layer {layer}" for layer in layers)], rows)
-
-
-def real_lm_energy() -> str:
-    """Write the share of each kind of tensor in the energy of the mean gradient of 8 workers."""
-    rows = []
-    for text, step in _cases():
-        shares = rows_of("ring", "auto", text, step)[0]["energy_of_kind"]
-        rows.append([_name((text, step)), *(f"{shares[kind]:.0%}" for kind in (*_KINDS, "norm"))])
-    return markdown(["gradient", *_KINDS, "scales of norms"], rows)
-
-
 def real_lm_policies() -> str:
     """Write errors of bits by kind of tensor in about the bytes of 5 bits for all."""
     rows = []
-    for method in ("dynamiq:5", *POLICIES, "dynamiq:5:exponent=0.75"):
+    for method in ("dynamiq:5", *POLICIES):
         own = _errors(method=method, workers=8, topology="ring", bucketing="auto")
         of_text = [own[text, 0] for text in ("chats", "plain")]
         name = method if method in POLICIES else f"`{method}`"
-        errors = (exponent(row["vnmse"]) for row in of_text)
-        kinds = (exponent(of_text[0]["of_kind"][kind]) for kind in _KINDS)
-        rows.append([name, f"{of_text[0]['bits']:.2f}", *errors, *kinds])
-    return markdown(["bits", "sent", "chats", "plain", *_KINDS], rows)
+        rows.append([name, *(exponent(row["vnmse"]) for row in of_text)])
+    return markdown(["bits", "chats", "plain"], rows)
 
 
 def rows_of(
@@ -103,18 +82,13 @@ def _rows(**chosen: Any) -> list[dict[str, Any]]:
 
 
 def _methods(**chosen: Any) -> list[str]:
-    """List the methods of a choice. Policies by kind of tensor are not among them."""
+    """List the methods of a choice, without policies by kind of tensor and other exponents."""
     methods = dict.fromkeys(row["method"] for row in _rows(**chosen))
-    return [method for method in methods if method not in POLICIES]
+    return [name for name in methods if name not in POLICIES and "exponent" not in name]
 
 
 def _cases() -> list[tuple[str, int]]:
-    return sorted({(row["text"], row["step"]) for row in _rows()}, key=lambda case: case[::-1])
-
-
-def _name(case: tuple[str, int]) -> str:
-    text, step = case
-    return f"{text}, step {step}"
+    return [("chats", step) for step in sorted({row["step"] for row in _rows()})]
 
 
 def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
@@ -124,8 +98,6 @@ def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
 
 ALL = (
     real_lm_errors,
-    real_lm_energy,
-    real_lm_layers,
     real_lm_policies,
     real_lm_topologies,
 )
