@@ -8,7 +8,6 @@ from docs.scripts.advised import (
 )
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
-from dynamiq_jax._console.units import format_rate, parse_rate
 from dynamiq_jax._prediction.device_speeds import DeviceKind
 from dynamiq_jax._prediction.hosts import HOST_LINKS
 from dynamiq_jax._prediction.tpus import LINKS
@@ -60,14 +59,12 @@ def which_method() -> str:
             ]
             for gbit, take in _ON_NETWORK_CARDS.items()
         ),
-        *(
-            [
-                f"{format_rate(parse_rate(LINKS[kind], 'link'))}, slices of TPU {kind[4:]}",
-                '[`"dynamiq:5"`](recipes/tpus.md), where `psum` does not hide',
-                f"predicted: {_gain_between_slices(kind):.2f}x BF16, all-reduce alone",
-            ]
-            for kind in LINKS
-        ),
+        [
+            f"25 to 100 Gbit/s, slices of TPU {', '.join(kind[4:] for kind in LINKS)}",
+            '[`"dynamiq:5"`](recipes/tpus.md) where `psum` does not hide',
+            f"predicted: {', '.join(f'{_gain_between_slices(kind):.2f}x' for kind in LINKS)} BF16, "
+            "all-reduce alone",
+        ],
         [
             "NVLink inside one host",
             "`jax.lax.pmean`",
@@ -75,9 +72,9 @@ def which_method() -> str:
         ],
         *(
             [
-                f"PCIe {kind[-1]} inside one host, 8 GPUs without NVLink",
-                f"{take}, and `dynamiq-jax bench`: [why](should_i_compress.md#one-host-with-pcie)",
-                f"not measured; predicted: {gain_on_pcie(kind):.2f}x BF16, "
+                f"[PCIe {kind[-1]}](should_i_compress.md#one-host-with-pcie), 8 GPUs, no NVLink",
+                take,
+                f"predicted: {gain_on_pcie(kind):.2f}x BF16, "
                 f"{gain_on_pcie(kind, 0.5):.2f}x half hidden",
             ]
             for kind, take in _ON_PCIE.items()
@@ -90,20 +87,18 @@ def which_method() -> str:
             ),
         ],
         [
-            "any, the safe choice: BF16 on the wire, one float32 sum",
+            "any, the safe choice",
             '`"bf16:all_to_all"`',
-            "{} bits a coordinate; vNMSE of made-up gradients {} with 8 workers and {} with 16, "
-            "where a ring has {} and {}".format(*_safe()),
+            "vNMSE of made-up gradients {} with 16 workers, where a ring has {}".format(*_safe()),
         ],
     ]
     return markdown(["slowest link of a worker", "take", "one figure"], rows)
 
 
 def _safe() -> list[str]:
-    """Return the bits of BF16 on an all-to-all, its errors, and those on a ring."""
+    """Return the error of BF16 on an all-to-all of 16 workers, and that on a ring."""
     rows = {(row["topology"], row["workers"]): row for row in results_of("compare_bf16")}
-    cases = [(topology, workers) for topology in ("all_to_all", "ring") for workers in (8, 16)]
-    return [f"{rows[cases[0]]['bits']:.0f}", *(exponent(rows[case]["vnmse"]) for case in cases)]
+    return [exponent(rows[topology, 16]["vnmse"]) for topology in ("all_to_all", "ring")]
 
 
 def _gain_between_slices(kind: DeviceKind) -> float:

@@ -1,4 +1,4 @@
-"""Figures of the README, how_it_works.md and recipes/compress.md, drawn from the library itself.
+"""Figures of the README, methods/dynamiq.md and recipes/compress.md, drawn from the library.
 
 python -m docs.scripts.figures
 """

@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.real_lm.errors import ALLOCATED
+from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, results_of
 
@@ -64,6 +65,20 @@ def real_lm_policies() -> str:
     return markdown(["bits", "chats", "plain"], rows)
 
 
+def changed_numbers() -> str:
+    """Write what a method changes: bytes, error of the mean, and final loss."""
+    errors = {row["method"]: row for row in rows_of("ring", "auto")}
+    losses = {row["method"]: row["each"] for row in by_method(results_of("real_lm_training"))}
+    rows = []
+    for method in ("bf16", "mxfp8", "dynamiq:5", "dynamiq:4", "dynamiq:3"):
+        off = losses[method]
+        span = dict.fromkeys(f"{each:+.3%}" for each in (min(off), max(off)))
+        own = errors[method]
+        cells = f"{own['bits']:.2f}", f"{100 * own['vnmse']:.2g}%", " to ".join(span)
+        rows.append([f"`{method}`", *cells])
+    return markdown(["method", "bits", "squared error of a mean", "final loss"], rows)
+
+
 def rows_of(
     topology: str, bucketing: str, text: str = "chats", step: int = 0, workers: int = 8
 ) -> list[dict[str, Any]]:
@@ -97,6 +112,7 @@ def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 ALL = (
+    changed_numbers,
     real_lm_errors,
     real_lm_policies,
     real_lm_topologies,

@@ -217,12 +217,14 @@ def scattered() -> str:
         found.setdefault((row["tensor"], row["workers"]), []).append(ratio)
     workers = sorted({workers for _, workers in found})
     budgets = sorted({row["bits"] for row in results_of("research/halves")})
+    tensors = ("equal rows", "four regions", "language model", "transformer gradient 100")
     rows = [
         [
             tensor,
             *(f"{min(found[tensor, n]):.2f} to {max(found[tensor, n]):.2f}" for n in workers),
         ]
         for tensor in dict.fromkeys(tensor for tensor, _ in found)
+        if tensor.removesuffix(", leaves") in tensors
     ]
     of_bits = f"{budgets[0]:g} to {budgets[-1]:g} bits"
     return markdown([of_bits, *(f"{n} workers" for n in workers)], rows)
