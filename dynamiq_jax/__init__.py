@@ -18,7 +18,6 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax import islands, methods, reports, topologies, training
     from dynamiq_jax._api.all_gather import all_gather
     from dynamiq_jax._api.all_reduce_gradients import AllReduceState, all_reduce_gradients
-    from dynamiq_jax._api.allocate_bits import allocate_bits
     from dynamiq_jax._api.compress import compress
     from dynamiq_jax._api.keep_memory import keep_memory
     from dynamiq_jax._api.psum import pmean, psum
@@ -43,7 +42,6 @@ __all__ = [
     "Sum",
     "all_gather",
     "all_reduce_gradients",
-    "allocate_bits",
     "compress",
     "inspect",
     "islands",

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,10 @@ from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.settings import installed
 from dynamiq_jax._measurement.simulate import make_devices
 
-ALLOCATED = "allocated "  # before a method: its bits by bucket, from the gradient of one worker
+# Compression of a row, which the gradients of all workers may decide.
+Setting = Callable[[dict[str, Any], dict[str, Array]], dq.Compression]
+# Before a method: rows of `research.benchmarks.real_lm_allocated`, in the same file.
+ALLOCATED = "allocated "
 # The first ones are those of the gradient.
 OF_GRADIENT = ("model", "step", "text", "workers", "batch", "context")
 KEY = (*OF_GRADIENT, "topology", "bucketing", "method", "seed")
@@ -78,7 +81,7 @@ class Config:
     """Kinds of text."""
 
     methods: tuple[str, ...] = METHODS
-    """METHOD[:BITS][:FIELD=VALUE], 'allocated METHOD:BITS', or the name of one of POLICIES."""
+    """METHOD[:BITS][:FIELD=VALUE], or the name of one of POLICIES."""
 
     topologies: tuple[str, ...] = ("ring",)
     """ring, butterfly, all_to_all."""
@@ -102,6 +105,17 @@ class Config:
 
 @benchmark("real_lm_errors")
 def main(config: Config) -> Iterator[Report]:
+    """Measure what the result file lacks."""
+    return reports(config, setting_of)
+
+
+def setting_of(row: dict[str, Any], stacked: dict[str, Array]) -> dq.Compression:
+    """Return the compression of a row."""
+    method = POLICIES.get(row["method"], row["method"])
+    return dq.Compression(method, row["topology"], bucketing=row["bucketing"])
+
+
+def reports(config: Config, setting: Setting) -> Iterator[Report]:
     """Measure what the result file lacks; report after each row, since all of them take long."""
     check_folder(config.model)
     model, step = origin(config.model)
@@ -132,7 +146,7 @@ def main(config: Config) -> Iterator[Report]:
             stacked, mean = gradients(config, text, workers)
         for row in missing:
             with console.status(f"{row}"):
-                errors, seconds = timed(functools.partial(measured, stacked, mean, row))
+                errors, seconds = timed(functools.partial(measured, stacked, mean, row, setting))
             row |= errors | files.stamp()
             console.print(f"{row['method']}: {row['vnmse']:.2e}, {seconds:.0f} s", soft_wrap=True)
             rows.append(row)
@@ -174,20 +188,11 @@ def gradients(
 
 
 def measured(
-    stacked: dict[str, Array], mean: dict[str, NDArray], row: dict[str, Any]
+    stacked: dict[str, Array], mean: dict[str, NDArray], row: dict[str, Any], setting: Setting
 ) -> dict[str, Any]:
     """Return the errors of one all-reduce, and its bits for each coordinate."""
-    workers = row["workers"]
-    given = dq.Compression(topology=row["topology"], bucketing=row["bucketing"])
-    if row["method"].startswith(ALLOCATED):
-        own = {name: leaf.addressable_data(0)[0] for name, leaf in stacked.items()}  # of worker 0
-        base = row["method"].removeprefix(ALLOCATED)
-        equal = dataclasses.replace(given, method=base)
-        setting = dq.allocate_bits(own, axis_size=workers, method=equal).compression
-    else:
-        method = POLICIES.get(row["method"], row["method"])
-        setting = dataclasses.replace(given, method=method)
-    found = reduced(stacked, make_mesh(jax.devices()[:workers]), row["seed"], setting)
+    workers, compression = row["workers"], setting(row, stacked)
+    found = reduced(stacked, make_mesh(jax.devices()[:workers]), row["seed"], compression)
     squares = {name: float(np.sum((found[name] - mean[name]) ** 2)) for name in mean}
     norms = {name: float(np.sum(exact**2)) for name, exact in mean.items()}
 
@@ -200,7 +205,7 @@ def measured(
         if (layer := layer_of(name)) is not None:
             of_layer.setdefault(str(layer), []).append(name)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, "float32") for name, leaf in mean.items()}
-    report = dq.wire_report(shapes, workers, setting)
+    report = dq.wire_report(shapes, workers, compression)
     size = sum(leaf.size for leaf in mean.values())
     return {
         "bits": 8 * report.bytes_per_worker / (2 * (workers - 1) / workers * size),

@@ -14,6 +14,7 @@ EXTENSIONS = PAGES["docs/extensions.md"]
 OVERVIEW = PAGES["docs/research/index.md"]
 # Pages of systems that share one.
 SYSTEMS = {"top_k": "single_coordinates", "rand_k": "single_coordinates"}
+SYSTEMS |= {"allocate_bits": "bit_allocation"}
 
 
 def system_of(page: str) -> str:

@@ -77,7 +77,7 @@ def bits_of_the_error_in_order() -> float:
 
 
 def _rows() -> Iterable[dict[str, Any]]:
-    return [row for row in results_of("shared_budget") if row["bits"] == 5]
+    return [row for row in results_of("research/shared_budget") if row["bits"] == 5]
 
 
 def _share(topology: str) -> float:

@@ -1,11 +1,12 @@
-"""Research: published systems to compare with, and simulations.
+"""Research: published systems to compare with, simulations, and an idea of our own.
 
-There are three levels of trust:
+There are four levels of trust:
 
 - product: `dynamiq_jax` itself. Use it.
 - as published: written with the paper at hand. Use it to compare with.
 - reconstruction: written from an abstract. Details may differ from the authors' system, so a
   comparison with it says nothing about theirs.
+- of our own: an idea of this project that no default of the product gains from.
 
 `LEVELS` has the level of each system here. Names such as `method="thc"` reach the methods.
 
@@ -16,6 +17,7 @@ may have a command, as `drop_compute` does.
 from typing import Literal
 
 from dynamiq_research.arc_top_k import ARCTopK
+from dynamiq_research.bit_allocation import BitAllocation, allocate_bits
 from dynamiq_research.drop_compute import (
     Calibration,
     DropCompute,
@@ -52,9 +54,10 @@ from dynamiq_research.single_coordinates import RandK, TopK
 from dynamiq_research.split_sketch import SplitSketch
 from dynamiq_research.thc import THC
 
-# Methods, then train steps and simulations.
+# Methods, then bits for them, train steps and simulations.
 __all__ = ["EF21M", "THC", "ARCTopK", "EntropyCoded", "FlashCommunication", "GlobalCompensation"]
 __all__ += ["Marsit", "OmniReduce", "RandK", "SplitSketch", "TopK"]
+__all__ += ["BitAllocation", "allocate_bits"]
 __all__ += ["flower_arrays", "flower_reference", "flower_reply", "flower_strategy"]
 __all__ += ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
 __all__ += ["Calibration", "DropCompute", "DropComputeMetrics", "DropComputeState"]
@@ -65,8 +68,9 @@ __all__ += ["moshpit_mean", "moshpit_variance"]
 __all__ += ["LEVELS"]
 
 # By the module or package of a system.
-LEVELS: dict[str, Literal["as published", "reconstruction"]] = {
+LEVELS: dict[str, Literal["as published", "reconstruction", "of our own"]] = {
     "arc_top_k": "reconstruction",
+    "bit_allocation": "of our own",
     "drop_compute": "as published",
     "ef21m": "as published",
     "entropy_coded": "reconstruction",

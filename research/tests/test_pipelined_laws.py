@@ -11,10 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_research import Pipelined
+from dynamiq_research import Pipelined, allocate_bits
 from dynamiq_research.pipelined.halves import ScatterMean
+from research.tests.test_allocate_bits import APART, SCALES, leaves_of, of_workers
 from tests.api import test_axis_names, test_replaced_state, test_settings
-from tests.api.test_allocate_bits import APART, SCALES, leaves_of, of_workers
 from tests.buckets import test_sizes
 from tests.support.workers import STOCHASTIC
 from tests.training.test_protocol import PARAMS, WORKERS, check_form
@@ -72,7 +72,7 @@ def test_pipelined_steps_send_no_more_bytes_and_have_less_error(data_mesh):
     stacked = of_workers(tree, 2)
     truth = jax.tree.map(lambda leaf: leaf.mean(0, dtype=np.float64), stacked)
     uniform = dq.DynamiQ(rounding="correlated")
-    found = dq.allocate_bits(tree, axis_size=2, method=dataclasses.replace(APART, method=uniform))
+    found = allocate_bits(tree, axis_size=2, method=dataclasses.replace(APART, method=uniform))
     sent, errors = [], []
     for method in (uniform, found.policy):
         pipelined = Pipelined(

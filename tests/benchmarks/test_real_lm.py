@@ -1,7 +1,6 @@
 """Measurements on a real language model, run on a tiny one."""
 
 import dataclasses
-import functools
 import io
 import json
 import shutil
@@ -10,11 +9,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-import dynamiq_jax as dq
 from benchmarks.error import allocation, dump_gradients, tensors
 from benchmarks.error.tensors import ROW, Recipe, names_of
 from benchmarks.harness import files
@@ -30,7 +26,6 @@ from benchmarks.real_lm import (
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
-from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from examples.tools import digests
 from tests.support import llm_files
 
@@ -88,31 +83,6 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-@pytest.mark.slow
-def test_bits_by_bucket_have_less_error_in_the_same_bytes(monkeypatch):
-    """The embedding, of little energy, has a bucket of its own."""
-    rng = np.random.default_rng(0)
-    mesh = make_mesh(jax.devices()[:2])
-    sizes = {"embed_tokens": 0.02, "layers.0.mlp": 1.0, "layers.0.attn": 0.5, "norm": 0.5}
-    leaves = {
-        name: (size * rng.normal(size=(2, 512, 256))).astype(np.float32)
-        for name, size in sizes.items()
-    }
-    stacked = {
-        name: jax.device_put(leaf, NamedSharding(mesh, P(AXIS))) for name, leaf in leaves.items()
-    }
-    mean = {name: leaf.mean(axis=0, dtype=np.float64) for name, leaf in leaves.items()}
-    row = {"workers": 2, "topology": "ring", "bucketing": "in_order", "seed": 0}
-    # A bucket for each leaf.
-    monkeypatch.setattr(dq, "Compression", functools.partial(dq.Compression, bucket_bytes=2**19))
-    equal, own = (
-        errors.measured(stacked, mean, row | {"method": method})
-        for method in ("dynamiq:5", "allocated dynamiq:5")
-    )
-    assert own["bits"] <= equal["bits"]
-    assert 0 < own["vnmse"] < 0.5 * equal["vnmse"]
-
-
 def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, monkeypatch):
     """Rows of files with one model, which name none, are those of that model."""
     monkeypatch.setattr(files, "RESULTS", tmp_path)
@@ -120,7 +90,9 @@ def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, mon
     measured = []
     monkeypatch.setattr(errors, "gradients", lambda config, text, workers: (None, None))
     result = {"vnmse": 0.1, "bits": 5.0, "of_kind": dict.fromkeys(gradients.KINDS, 0.1)}
-    monkeypatch.setattr(errors, "measured", lambda s, m, row: measured.append(row) or result)
+    monkeypatch.setattr(
+        errors, "measured", lambda s, m, row, setting: measured.append(row) or result
+    )
     first = errors.Config(
         model=model, texts=("chats",), methods=("bf16",), workers=(2,), context=32
     )

@@ -34,7 +34,6 @@ LAYERS = (
     "dynamiq_jax._check",
     "dynamiq_jax._run",
     "dynamiq_jax._rewriting",
-    "dynamiq_jax._bit_allocation",
     "dynamiq_jax._api",
     "dynamiq_jax.training",
     "dynamiq_jax.islands",

@@ -5,18 +5,16 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms
-from dynamiq_jax._buckets import exact
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.buckets import Bucket, Sorted, sort_leaves
-from dynamiq_jax._inputs.request import Request
+import dynamiq_jax as dq
 from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.parts.collectives import Bucket, Plan, plan_without_arrays, resolve
+from dynamiq_research.bit_allocation.error_curve import ErrorCurve, RowNorms
 
 STEP = 0.25  # bits between the budgets of a grid: leaves of the same one share a compiled codec
 
@@ -27,21 +25,41 @@ Values = Callable[[int], NDArray[np.float32]]  # of a leaf, by its number
 class SentTree:
     """Leaves of a tree, as one call sends them."""
 
-    paths: tuple[str, ...]
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    methods: tuple[Method | None, ...]  # that the user gave; None for uncompressed leaves
-    axes: Axes
-    request: Request
+    tree: Any
+    axis_size: int | tuple[int, ...]
+    compression: dq.Compression
 
-    def plan(self, methods: Sequence[Method | None]) -> Sorted:
-        """Sort the leaves into buckets, with a method for each."""
-        return sort_leaves(self.leaves, self.axes, self.request, methods)
+    @functools.cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the leaves, as a policy has them."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.tree)
+        return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+
+    @functools.cached_property
+    def given(self) -> Plan:
+        """Plan of the call with the methods of the user."""
+        return plan_without_arrays(self.tree, self.axis_size, resolve(self.compression))
+
+    @property
+    def methods(self) -> tuple[Method | None, ...]:
+        """Methods that the user gave; None for uncompressed leaves."""
+        return self.given.methods
+
+    def plan(self, methods: Sequence[Method | None]) -> Plan:
+        """Plan the call with a method for each leaf."""
+        return plan_without_arrays(self.tree, self.axis_size, resolve(self._with(methods)))
 
     def bytes_sent(self, methods: Sequence[Method | None]) -> int:
         """Count the bytes that each worker sends over the slow axis."""
-        plan = self.plan(methods)
-        sent = sum(bucket.bytes_sent for bucket in plan.buckets)
-        return sent + exact.bytes_sent(self.axes, [self.leaves[index] for index, _ in plan.exact])
+        return dq.wire_report(self.tree, self.axis_size, self._with(methods)).bytes_per_worker
+
+    def _with(self, methods: Sequence[Method | None]) -> dq.Compression:
+        by_path = dict(zip(self.paths, methods, strict=True))
+
+        def of_leaf(path: str, leaf: Any) -> Method | str:
+            return by_path[path] or "uncompressed"
+
+        return dataclasses.replace(self.compression, method=of_leaf)
 
 
 class Expected(NamedTuple):
@@ -112,7 +130,7 @@ class Group:
             by_widths = {each.allocation: each for each in layouts}
             norms = RowNorms.of(self._flat(bucket, values))
             curves = {widths: ErrorCurve(norms, one) for widths, one in by_widths.items()}
-            chunks = bucket.call.num_chunks * self.tree.axes.num_fast
+            chunks = bucket.call.num_chunks * self.tree.given.collective.axes.num_fast
             expected = [curves[one.allocation].at(one.units * chunks) for one in layouts]
             errors += np.stack(expected, axis=1)
             energy += norms.squares.sum(), (norms.squares**self.method.exponent).sum()
@@ -128,7 +146,7 @@ class Group:
 def groups_of_buckets(tree: SentTree) -> Iterator[Group]:
     """Yield a group for every bucket of DynamiQ, or for all parts of a leaf that is cut."""
     together: dict[tuple[int, ...], list[Bucket]] = {}
-    for bucket in tree.plan(tree.methods).buckets:
+    for bucket in tree.given.buckets:
         if isinstance(bucket.method, DynamiQ):
             together.setdefault(bucket.leaves, []).append(bucket)
     yield from (Group(tree, tuple(buckets)) for buckets in together.values())

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._bit_allocation.bit_groups import (
+import dynamiq_jax as dq
+from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.parts import override
+from dynamiq_jax.parts.collectives import Choice
+from dynamiq_research.bit_allocation.groups import (
     Expected,
     Group,
     SentTree,
@@ -18,14 +22,7 @@ from dynamiq_jax._bit_allocation.bit_groups import (
     groups_of_buckets,
     groups_of_patterns,
 )
-from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
-from dynamiq_jax._core.units import format_bytes
-from dynamiq_jax._inputs.compression import Choice, Compression
-from dynamiq_jax._inputs.policy import UNCOMPRESSED, paths_of
-from dynamiq_jax._inputs.request import Request, resolve
-from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax.methods import DynamiQ, Method
-from pallas_kernels._jax.compat import override
+from dynamiq_research.bit_allocation.shared_budget import SharedBudget
 
 _ATTEMPTS = 8  # to meet the bytes: leaves of equal bits join buckets, which changes the padding
 _NEAR = 0.998  # of the bytes: near enough
@@ -50,7 +47,7 @@ class BitAllocation:
     """
 
     policy: Mapping[str, Method | str]  # pattern of paths to its method
-    compression: Compression  # with this policy and buckets in order, for `method=`
+    compression: dq.Compression  # with this policy and buckets in order, for `method=`
     groups: tuple[GroupBits, ...]
     uniform_error: float  # expected vNMSE with the bits that were given, the same for all leaves
     error: float  # expected vNMSE with the policy
@@ -81,7 +78,7 @@ class BitAllocation:
             "  ".join([f"{first:<{widths[0]}}", *map(str.rjust, others, widths[1:])])
             for first, *others in rows
         ]
-        sent = f"{format_bytes(self.bytes_per_worker)} of {format_bytes(self.uniform_bytes)}"
+        sent = f"{self.bytes_per_worker:,} of {self.uniform_bytes:,} bytes"
         lines.append(
             f"expected error {self.gain:.2f} times lower than {self.uniform_error:.1e}, in {sent}"
         )
@@ -91,7 +88,7 @@ class BitAllocation:
 def allocate_bits(
     *gradients: Any,
     axis_size: int | tuple[int, ...],
-    method: Choice = Compression(),
+    method: Choice = dq.Compression(),
     groups: Sequence[str] | None = None,
 ) -> BitAllocation:
     """Give each bucket the bits that its gradients need, in the bytes of equal bits.
@@ -104,7 +101,7 @@ def allocate_bits(
     to the buckets that have most of the error. The result is a compression for `method=`:
 
         in_order = dq.Compression("dynamiq:5", bucketing="in_order")
-        found = dq.allocate_bits(gradients, axis_size=8, method=in_order)
+        found = dynamiq_research.allocate_bits(gradients, axis_size=8, method=in_order)
         grads = dq.pmean(grads, "data", found.compression)
 
     From the norms of rows of 256 coordinates follows the expected error of a bucket at every
@@ -134,20 +131,20 @@ def allocate_bits(
 
     >>> rng = np.random.default_rng(0)
     >>> small, large = (rng.normal(0, scale, 2**16).astype(np.float32) for scale in (0.1, 1))
-    >>> small_buckets = Compression(bucket_bytes=2**18)  # so that each leaf has a bucket
+    >>> small_buckets = dq.Compression(bucket_bytes=2**18)  # so that each leaf has a bucket
     >>> found = allocate_bits({"a": small, "b": large}, axis_size=4, method=small_buckets)
     >>> found.bits
     {'^a$': 3.5, '^b$': 6.5}
     """
-    compression = Compression.of(method)
+    compression = dq.Compression.of(method)
     if compression.bucketing == "striped":
         raise ValueError(
             "bucketing='striped': striped buckets share their bits already, and none has bits to "
             "give to another. Give dq.Compression(bucketing='in_order'), for buckets that need it."
         )
-    request = resolve(dataclasses.replace(compression, bucketing="in_order"))
     steps = _steps_of(gradients)
-    tree = _tree_of(gradients[0], axis_size, request)
+    in_order = dataclasses.replace(compression, bucketing="in_order")
+    tree = SentTree(gradients[0], axis_size, in_order)
     equal = list(groups_of_buckets(tree))
     if not equal:
         raise ValueError(
@@ -168,7 +165,7 @@ def allocate_bits(
     policy = _policy(tree, shared.groups, bits)
     return BitAllocation(
         policy=policy,
-        compression=dataclasses.replace(request.compression, method=policy),
+        compression=dataclasses.replace(in_order, method=policy),
         groups=tuple(
             GroupBits(group.patterns, group.size, one, float(energy), error)
             for group, one, energy, error in zip(
@@ -198,25 +195,14 @@ def _steps_of(gradients: Sequence[Any]) -> list[list[Any]]:
                 f"gradients[{number}] has another structure or other shapes than gradients[0]: "
                 f"{structures[number]!s:.200}. Give trees of several steps of one model."
             )
-        for path, leaf in zip(paths_of(tree), jax.tree.leaves(tree), strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
-                    f"gradients[{number}] has no values at {path!r}: {leaf!r:.80}. Give arrays, "
+                    f"gradients[{number}] has no values at {where!r}: {leaf!r:.80}. Give arrays, "
                     "outside of jax.jit."
                 )
     return [jax.tree.leaves(tree) for tree in gradients]
-
-
-def _tree_of(tree: Any, axis_size: Any, request: Request) -> SentTree:
-    """Return the leaves of a tree as they are sent."""
-    plan = plan_without_arrays(tree, axis_size, request)
-    return SentTree(
-        paths=tuple(paths_of(tree)),
-        leaves=tuple(plan.parts),
-        methods=tuple(request.policy.methods(tree)),
-        axes=plan.collective.axes,
-        request=request,
-    )
 
 
 def _by_patterns(patterns: Sequence[str], tree: SentTree) -> list[Group]:
@@ -305,10 +291,11 @@ def _policy(
     tree: SentTree, groups: Sequence[Group], bits: Sequence[float]
 ) -> dict[str, Method | str]:
     """Return the policy of the groups and of all other leaves."""
-    floating = [n for n, leaf in enumerate(tree.leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    leaves = enumerate(tree.given.parts)
+    floating = [n for n, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     # First the leaves of other methods, which a pattern of a group may have too.
     rules: dict[str, Method | str] = {
-        exactly(tree.paths[n]): tree.methods[n] or UNCOMPRESSED
+        exactly(tree.paths[n]): tree.methods[n] or "uncompressed"
         for n in floating
         if not isinstance(tree.methods[n], DynamiQ)
     }
@@ -318,5 +305,5 @@ def _policy(
     left = [n for n in floating if not any(re.search(each, tree.paths[n]) for each in rules)]
     methods = {tree.methods[n] for n in left}
     if len(methods) == 1:  # leaves that are too small
-        return rules | {".*": methods.pop() or UNCOMPRESSED}
-    return rules | {exactly(tree.paths[n]): tree.methods[n] or UNCOMPRESSED for n in left}
+        return rules | {".*": methods.pop() or "uncompressed"}
+    return rules | {exactly(tree.paths[n]): tree.methods[n] or "uncompressed" for n in left}

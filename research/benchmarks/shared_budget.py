@@ -1,6 +1,6 @@
 """Error of buckets with budgets of their own, against one bucket that shares its bits among all.
 
-    python -m benchmarks.error.shared_budget
+    python -m research.benchmarks.shared_budget
 
 Every form sends the same bytes. The trees are four leaves of very different scales, each in a
 bucket of its own, and gradients with the shapes of SmolLM2-135M, whose layers and vocabulary are
@@ -24,6 +24,7 @@ from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement.devices import AXIS, make_mesh
 from dynamiq_jax._measurement.simulate import make_devices
 from dynamiq_jax.methods import Method
+from dynamiq_research import allocate_bits
 
 Tree = Any  # of arrays [workers, *shape]
 Form = Callable[[Tree, int, float, int], tuple[Any, dq.Compression]]
@@ -45,7 +46,7 @@ class Config:
     octaves: float = 1.5  # spread of the magnitudes of rows of 256
     agreement: float = 0.5  # share of the energy that workers have in common
     trees: tuple[str, ...] = ()  # names of trees; all if none is given
-    save: bool = True  # write the result to benchmarks/results/shared_budget.json
+    save: bool = True  # write the result to research/benchmarks/results/shared_budget.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def allocated(
     """Return the policy of the gradients of one worker, and options."""
     method, options = in_order(tree, workers, bits, bucket_bytes)
     of_one = jax.tree.map(lambda leaf: leaf[0], tree)
-    allocation = dq.allocate_bits(
+    allocation = allocate_bits(
         of_one, axis_size=workers, method=dataclasses.replace(options, method=method)
     )
     return allocation.policy, options
@@ -225,7 +226,7 @@ COLUMNS = (
 )
 
 
-@benchmark("shared_budget")
+@benchmark("research/shared_budget")
 def main(config: Config) -> Report:
     """Measure every form."""
     known = cases(dataclasses.replace(config, trees=()))

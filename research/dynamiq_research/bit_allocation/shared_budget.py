@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax._bit_allocation.bit_groups import Expected, Group
+from dynamiq_research.bit_allocation.groups import Expected, Group
 
 _FINEST = 100  # parts of a bit in which one group gets what is left of the bytes
 

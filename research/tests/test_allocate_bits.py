@@ -1,4 +1,4 @@
-"""`dq.allocate_bits`: bits of each bucket from gradients, in the bytes of equal bits."""
+"""`allocate_bits`: bits of each bucket from gradients, in the bytes of equal bits."""
 
 import dataclasses
 import re
@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._bit_allocation.error_curve import ErrorCurve, RowNorms, distortions
-from dynamiq_jax._bit_allocation.shared_budget import SharedBudget
+from benchmarks.real_lm import errors
+from dynamiq_research import allocate_bits
+from dynamiq_research.bit_allocation.error_curve import ErrorCurve, RowNorms, distortions
+from dynamiq_research.bit_allocation.shared_budget import SharedBudget
 from pallas_kernels.codec import place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
+from research.benchmarks import real_lm_allocated
 from tests.support.gradients import heavy_tailed, vnmse
 from tests.support.workers import simulated
 
@@ -74,9 +78,7 @@ def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
     )
     one = jax.tree.map(lambda leaf: leaf[0], stacked)
     uniform = dq.DynamiQ(bits=bits)
-    found = dq.allocate_bits(
-        one, axis_size=workers, method=dataclasses.replace(apart, method=uniform)
-    )
+    found = allocate_bits(one, axis_size=workers, method=dataclasses.replace(apart, method=uniform))
     errors = {
         "joint": error_of_mean(stacked, uniform, joint),
         "apart": error_of_mean(stacked, uniform, apart),
@@ -150,7 +152,7 @@ def test_the_policy_sends_no_more_bytes_and_nearly_as_many(
         for n, size in enumerate(sizes)
     } | {"norm": np.ones(300, np.float32), "count": np.arange(3)}
     given = dataclasses.replace(APART, method=dq.DynamiQ(bits=bits), topology=topology)
-    found = dq.allocate_bits(tree, axis_size=axis_size, method=given)
+    found = allocate_bits(tree, axis_size=axis_size, method=given)
     ours = dq.wire_report(tree, axis_size, found.compression)
     theirs = dq.wire_report(tree, axis_size, given)
     assert ours.bytes_per_worker == found.bytes_per_worker
@@ -181,7 +183,7 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
 
     def bits_of(octaves):
         tree = {str(n): base * np.float32(2.0 ** (each / 4)) for n, each in enumerate(octaves)}
-        found = dq.allocate_bits(
+        found = allocate_bits(
             tree, axis_size=4, method=dataclasses.replace(APART, method=dq.DynamiQ(bits=bits))
         )
         return [found.bits[f"^{n}$"] for n in range(len(octaves))]
@@ -196,7 +198,7 @@ def test_a_leaf_with_more_energy_never_gets_fewer_bits(octaves, more, bits):
 @pytest.mark.parametrize("bits", [4.05, 4.1, 4.15, 4.2, 4.3])
 def test_what_is_left_of_a_budget_is_spent(bits):
     tree = leaves_of({"a": 1.0, "b": 0.3}, 2**17)
-    found = dq.allocate_bits(
+    found = allocate_bits(
         tree, axis_size=4, method=dataclasses.replace(APART, method=dq.DynamiQ(bits=bits))
     )
     assert 0.996 * found.uniform_bytes < found.bytes_per_worker <= found.uniform_bytes
@@ -213,7 +215,7 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
         "d": heavy_tailed(2, (2 * size,), scale=1e-4),
     }
     given = dq.Compression(bucket_bytes=8 * size, bucketing="in_order")
-    found = dq.allocate_bits(tree, axis_size=2, method=given)
+    found = allocate_bits(tree, axis_size=2, method=given)
     report = dq.wire_report(tree, 2, found.compression)
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
 
@@ -221,13 +223,13 @@ def test_leaves_that_join_a_bucket_do_not_send_more(rows):
 def test_the_cost_of_a_piece_counts():
     """A large leaf saves more error, but a small one saves more for each byte."""
     tree = {"large": heavy_tailed(0, (2**17,), scale=5e-4), "small": heavy_tailed(1, (8192,))}
-    found = dq.allocate_bits(tree, axis_size=4, method=APART)
+    found = allocate_bits(tree, axis_size=4, method=APART)
     assert found.bits["^small$"] == pytest.approx(found.bits["^large$"] + 1, abs=0.5)
 
 
 def test_equal_leaves_keep_their_bits():
     leaf = heavy_tailed(0, (8192,))
-    found = dq.allocate_bits({"a": leaf, "b": leaf}, axis_size=4, method=APART)
+    found = allocate_bits({"a": leaf, "b": leaf}, axis_size=4, method=APART)
     assert set(found.bits.values()) == {5.0} and found.gain == pytest.approx(1)
 
 
@@ -235,7 +237,7 @@ def test_steps_count_alike_whatever_their_norms():
     first, second = leaves_of({"a": 1.0, "b": 0.01}), leaves_of({"a": 0.01, "b": 1.0})
     small = jax.tree.map(lambda leaf: leaf * np.float32(1e-6), second)
     alone, both, scaled = (
-        dq.allocate_bits(*steps, axis_size=4, method=APART).bits
+        allocate_bits(*steps, axis_size=4, method=APART).bits
         for steps in ([first], [first, second], [first, small])
     )
     assert both == scaled and alone["^a$"] > both["^a$"] == pytest.approx(5, abs=0.25)
@@ -244,7 +246,7 @@ def test_steps_count_alike_whatever_their_norms():
 def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
     tree = leaves_of(SCALES) | {"e": heavy_tailed(9, (32, 8192))}  # e is cut into four buckets
     options = dq.Compression(bucket_bytes=2**18, bucketing="in_order")
-    found = dq.allocate_bits(tree, axis_size=4, method=options)
+    found = allocate_bits(tree, axis_size=4, method=options)
     assert [group.patterns for group in found.groups] == [
         ("^a$", "^b$", "^c$", "^d$"),
         ("^e$",),
@@ -257,7 +259,7 @@ def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
 
 def test_patterns_of_groups_are_those_of_the_policy():
     tree = {"x": leaves_of(SCALES), "y": leaves_of(SCALES, seed=5), "z": np.ones(8, np.float32)}
-    found = dq.allocate_bits(tree, axis_size=4, groups=["/a", "^x", ".*"], method=APART)
+    found = allocate_bits(tree, axis_size=4, groups=["/a", "^x", ".*"], method=APART)
     assert list(found.policy) == ["/a", "^x", ".*"]
     report = dq.wire_report(tree, 4, method=dataclasses.replace(APART, method=found.policy))
     assert report.bytes_per_worker == found.bytes_per_worker <= found.uniform_bytes
@@ -269,7 +271,7 @@ def test_other_fields_and_other_methods_of_a_policy_stay(groups):
     tree = leaves_of(SCALES)
     paper = dq.DynamiQ.paper(bits=5.0, rounding="independent")
     policy = {"a": "bf16", "b": "uncompressed", "": paper}
-    found = dq.allocate_bits(
+    found = allocate_bits(
         tree, axis_size=4, method=dataclasses.replace(APART, method=policy), groups=groups
     )
     bits = dict(zip("cd", found.bits.values(), strict=True))
@@ -284,9 +286,9 @@ def test_other_fields_and_other_methods_of_a_policy_stay(groups):
 @pytest.mark.slow
 def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
     early, late = leaves_of({"a": 1.0, "b": 1e-3}), leaves_of({"a": 1e-3, "b": 1.0})
-    found = [dq.allocate_bits(each, axis_size=2, method=APART) for each in (early, late)]
-    policies = [each.compression for each in found]
-    schedule = dq.Schedule({0: policies[0], 1: policies[1]})
+    found = [allocate_bits(each, axis_size=2, method=APART) for each in (early, late)]
+    policies = [each.policy for each in found]
+    schedule = dq.Schedule({number: each.compression for number, each in enumerate(found)})
     reduce = dq.all_reduce_gradients("data", method=schedule)
 
     @jax.jit
@@ -305,18 +307,48 @@ def test_a_phase_of_a_schedule_has_a_new_policy(data_mesh):
         assert error == pytest.approx(expected, rel=0.1) and other > 10 * expected
 
 
+@pytest.mark.slow
+def test_the_benchmark_has_less_error_in_the_same_bytes(data_mesh, monkeypatch):
+    """The embedding, of little energy, has a bucket of its own."""
+    rng, mesh = np.random.default_rng(0), data_mesh(2)
+    sizes = {"embed_tokens": 0.02, "layers.0.mlp": 1.0, "layers.0.attn": 0.5, "norm": 0.5}
+    leaves = {
+        name: (size * rng.normal(size=(2, 512, 256))).astype(np.float32)
+        for name, size in sizes.items()
+    }
+    stacked = {
+        name: jax.device_put(leaf, NamedSharding(mesh, P("data"))) for name, leaf in leaves.items()
+    }
+    mean = {name: leaf.mean(axis=0, dtype=np.float64) for name, leaf in leaves.items()}
+    row = {"workers": 2, "topology": "ring", "bucketing": "in_order", "seed": 0}
+
+    def setting_of(row, stacked):
+        return dq.Compression(row["method"], bucketing="in_order", bucket_bytes=2**19)
+
+    monkeypatch.setattr(errors, "setting_of", setting_of)
+    equal, own = (
+        errors.measured(stacked, mean, row | {"method": method}, setting)
+        for method, setting in (
+            ("dynamiq:5", setting_of),
+            ("allocated dynamiq:5", real_lm_allocated.allocated),
+        )
+    )
+    assert own["bits"] <= equal["bits"]
+    assert 0 < own["vnmse"] < 0.5 * equal["vnmse"]
+
+
 # ------------------------------------------------------------------------------------------ input
 
 
 def test_the_table_has_a_line_for_each_group():
     leaves = leaves_of({**SCALES, "of_a_long_name": 0.01})
-    found = dq.allocate_bits(leaves, axis_size=4, method=APART)
+    found = allocate_bits(leaves, axis_size=4, method=APART)
     lines = str(found).splitlines()
     assert re.match(r"leaves +size +energy +bits +error$", lines[0])
     assert len({len(line) for line in lines[:-1]}) == 1 and len(lines) == 1 + 5 + 2
     assert re.match(r"\^a\$ +8,192 +9\d\.\d% +[\d.]+ +\d\.\de-\d\d$", lines[1])
     assert re.search(rf"{found.gain:.2f} times lower", lines[-1])
-    assert found == dq.allocate_bits(leaves, axis_size=4, method=APART)
+    assert found == allocate_bits(leaves, axis_size=4, method=APART)
 
 
 LEAF = heavy_tailed(0, (8192,))
@@ -358,9 +390,9 @@ BAD = np.where(np.arange(8192) == 7, np.nan, LEAF)
 )
 def test_input_that_is_not_possible(steps, arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}.*[.]$"):
-        dq.allocate_bits(*steps, **({"axis_size": 4} | arguments))
+        allocate_bits(*steps, **({"axis_size": 4} | arguments))
 
 
 def test_traced_gradients_are_refused():
     with pytest.raises(ValueError, match=r"has no values at ''.*outside of jax\.jit"):
-        jax.jit(lambda g: dq.allocate_bits(g, axis_size=4).error)(LEAF)
+        jax.jit(lambda g: allocate_bits(g, axis_size=4).error)(LEAF)

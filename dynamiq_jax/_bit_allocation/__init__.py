@@ -1,1 +1,0 @@
-"""Bits of groups of leaves from curves of their error."""
