@@ -5,7 +5,7 @@ from typing import Any
 
 from docs.scripts.result_files import markdown, results_of
 
-_WORKERS, _CORES = 4, 2
+_WORKERS = 4
 _NAMES = {
     "psum": "`lax.psum`",
     "bf16:ring": "`bf16:ring`",
@@ -55,26 +55,6 @@ def native() -> str:
     )
 
 
-def parts_of_time() -> str:
-    """Write where the time of an all-reduce of emulated hosts goes, at 1 Gbit/s."""
-    codec_ns = cpu_worker_ns(threads=1, kept=True)
-    rows = []
-    for point in results_of("cost_model")["points"]:
-        if (point["setting"], point["rate"]) != ("dynamiq:5:ring", 1e9):
-            continue
-        of_host = point["hosts"] / _CORES
-        busy, wire = point["cpu_seconds"] * of_host, point["wire_seconds"]
-        codec = 1e-9 * codec_ns * point["size"] * of_host
-        parts = (point["seconds"], wire, codec, busy - codec, wire + busy - point["seconds"])
-        rows.append([str(point["hosts"]), *(f"{1e3 * part:.0f} ms" for part in parts)])
-    header = ["hosts", "time", "wire alone", "codec", "TCP and copies", "done at the same time"]
-    return (
-        "8 Mi float32 coordinates at 5 bits on a ring, between hosts that are emulated on "
-        f"{_CORES} cores, at 1 Gbit/s (`python -m benchmarks.speed.cost_model`). Work of all hosts "
-        "counts as spread over the cores:\n\n" + markdown(header, rows)
-    )
-
-
 def memory() -> str:
     """Write the new pages and the CPU time of a worker, with and without memory that is kept."""
     found: dict[tuple[str, bool, bool], dict[str, Any]] = {
@@ -103,4 +83,4 @@ def _times_of_codecs() -> dict[tuple[str, int, bool], dict[str, Any]]:
     return {(row["operation"], row["threads"], row["kept"]): row for row in results_of("native")}
 
 
-ALL = (native, parts_of_time, memory)
+ALL = (native, memory)

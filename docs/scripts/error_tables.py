@@ -162,24 +162,19 @@ def limits() -> str:
 
 
 def error_estimates() -> str:
-    """Write the ratios of estimated and true errors: real_lm_estimates.json and
+    """Write the range of the ratios of estimated and true errors: real_lm_estimates.json and
     error_estimate.json.
     """
-    ratios: dict[tuple[str, int], list[list[float]]] = {}
-    for row in (*results_of("real_lm_estimates"), *results_of("error_estimate")["precision"]):
-        if row["workers"] == 4:  # between the others
-            continue
-        ratios.setdefault((row["kind"], row["workers"]), []).append(row["ratios"])
-    rows = []
-    for kind in dict.fromkeys(kind for kind, _ in ratios):
-        cells = []
-        for (of_kind, _), cases in ratios.items():
-            if of_kind == kind:
-                means, stds = zip(*((mean(case), stdev(case)) for case in cases), strict=True)
-                cells.append(f"{min(means):.2f} to {max(means):.2f}, {max(stds):.0%}")
-        rows.append([kind, *cells])
-    counts = dict.fromkeys(workers for _, workers in ratios)
-    return markdown(["values", *(f"{workers} workers" for workers in counts)], rows)
+    rows = [*results_of("real_lm_estimates"), *results_of("error_estimate")["precision"]]
+    means, stds = zip(*((mean(r["ratios"]), stdev(r["ratios"])) for r in rows), strict=True)
+    kinds = {row["kind"] for row in rows}
+    return (
+        "Estimated errors of DynamiQ over true ones, at 4, 5 and 6 bits, with 2 to 16 workers, on "
+        f"about two million coordinates of {len(kinds)} kinds of tensors: {min(means):.2f} to "
+        f"{max(means):.2f} in the mean of ten samples, with a standard deviation of a sample of "
+        f"up to {max(stds):.0%} (`python -m benchmarks.error.estimate`), which falls with the "
+        "square root of the coordinates.\n"
+    )
 
 
 def rounding_bias() -> str:
@@ -205,7 +200,7 @@ def drift_feedback() -> str:
     columns = [
         (measure, topology)
         for measure in ("drift", "distance")
-        for topology in dict.fromkeys(row["topology"] for row in found)
+        for topology in ("ring", "all_to_all")
     ]
     rows = []
     for method in dict.fromkeys(row["method"] for row in found):
@@ -226,6 +221,8 @@ def drift_messages() -> str:
     found = [row for row in results_of("drift") if row["kind"] == "message"]
     rows = []
     for method in dict.fromkeys(row["method"] for row in found):
+        if method.startswith(("dynamiq:3", "dynamiq:5", "dynamiq:6")):
+            continue
         of = [row for row in found if row["method"] == method]
         drift = ", ".join(f"{_rounded(100 * row['drift']):.1f}%" for row in of)
         errors = ", ".join(exponent(row["vnmse"]) for row in of)

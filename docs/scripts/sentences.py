@@ -34,8 +34,8 @@ def real_error() -> str:
             errors.append(100 * of["dynamiq:5"])
             ratios.append(of["dynamiq:5"] / of["mxfp8"])
     return (
-        "On gradients of SmolLM2-135M, the squared error of the mean at 5 bits is "
-        f"{min(errors):.2f} to {max(errors):.2f}% with 8 workers, "
+        "The squared error of a mean of its gradients over 8 workers is "
+        f"{min(errors):.2f} to {max(errors):.2f}%, "
         f"{min(ratios):.2f} to {max(ratios):.2f} times that of MXFP8. By default, [small rows get "
         "more bits](docs/methods/dynamiq.md#widths), for 1.3 times this error.\n"
     )

@@ -49,18 +49,16 @@ _SCRIPT = re.compile(r"(<!-- script: (\w+) -->\n).*?(<!-- end -->)", flags=re.DO
 
 
 def methods() -> str:
-    """Write the bits of every method with its defaults, its error and its time."""
+    """Write the bits of the methods of the product, with their errors and times."""
     errors = {row["method"]: row["vnmse"] for row in results_of("compare_real_lm")}
     compared = [*results_of("compare_ring"), *results_of("compare_low_bits")]
     times = {row["setting"]: row["codec_ns"] for row in compared if row["workers"] == 8}
     # How the settings of the result files spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
-    settings["flash_communication"] = "flash_communication:5"
-    settings |= {name: f"{name}:2" for name in ("arc_top_k", "rand_k", "split_sketch", "top_k")}
     settings["topk_chunked"] = "topk_chunked:2"
     gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     rows = []
-    for name in METHODS:
+    for name in METHODS.own:
         method = resolve_method(name)
         bits = [f"{dq.wire_report(gradient, n, method=method).bits:.2f}" for n in (8, 64)]
         setting = settings.get(name, name)
@@ -164,17 +162,20 @@ def headline() -> str:
         row["setting"]: row["mean_off"] for row in results_of("time_to_accuracy")["final_losses"]
     }
     settings = ("psum", "bf16:ring", "mxfp8:ring", "dynamiq:5:ring", "dynamiq:4:ring")
-    header, rows = _times(settings, ("bf16:ring",))
+    header, rows = _times(settings, ("bf16:ring",), rates=(100e6, 1000e6))
     rows = [[*row, f"{final[setting]:+.2%}"] for setting, row in zip(settings, rows, strict=True)]
     return markdown([*header, "final loss"], rows)
 
 
-def _times(settings: Iterable[str], others: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+def _times(
+    settings: Iterable[str],
+    others: Iterable[str],
+    rates: Iterable[float] = (100e6, 200e6, 1000e6),
+) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of seconds to the 99 % target, with speed-ups over other settings."""
     links = results_of("time_to_accuracy")["links"]
     bits = {row["setting"]: row["bits"] for row in links}
     reached = {(row["setting"], row["rate"]): row["to_target"]["0.99"]["seconds"] for row in links}
-    rates = list(dict.fromkeys(row["rate"] for row in links))
     rows = []
     for setting in settings:
         cells = []
@@ -271,33 +272,29 @@ def compressed_step() -> str:
 
 
 def between_hosts() -> str:
-    """Write the bytes of emulated hosts, shown and counted: between_hosts.json."""
-    rows = [
-        [
-            f"`{row['name']}`" if "," not in row["name"] else row["name"],
-            f"{row['shown'] / 1e6:.2f} MB",
-            f"{row['counted'] / 1e6:.2f} MB",
-        ]
+    """Write how much emulated hosts count over the bytes that are shown: between_hosts.json."""
+    more = [
+        row["counted"] / row["shown"] - 1
         for row in results_of("between_hosts")
+        if row["name"] != "psum_scatter"
     ]
-    return markdown(["sum", "`by a host`", "counted"], rows)
+    return (
+        f"The interfaces of emulated hosts count {min(more):.0%} to {max(more):.0%} more than `by "
+        "a host`, with headers, in all sums (`python -m benchmarks.speed.between_hosts`). The "
+        "`psum_scatter` of gloo alone sends less.\n"
+    )
 
 
 def in_flight() -> str:
     """Write how often two collectives at once hang: in_flight.json."""
-    calls = {
-        "in one function": "`dq.pmean` twice in one function",
-        "beside lax.pmean": "`dq.pmean` and `lax.pmean` in one function",
-        "in two scans": "`dq.pmean` in two scans that are independent",
-        "in two programs": "`dq.pmean` in two programs, called one after the other",
-        "in two programs, each waited for": "the same, with `jax.block_until_ready` between them",
-        "lax.pmean, in two programs": "`lax.pmean` in two programs, called one after the other",
-    }
     found = json.loads((RESULTS / "in_flight.json").read_text())
-    runs, results = found["config"]["runs"], found["results"]
-    return markdown(
-        ["collectives of a step", "runs that hung"],
-        [[calls[way], f"{counts['hangs']} of {runs}"] for way, counts in results.items()],
+    runs, hangs = found["config"]["runs"], found["results"].pop("in two scans")["hangs"]
+    others = sum(counts["hangs"] for counts in found["results"].values())
+    return (
+        f"Of runs of two processes with two CPU devices each, {hangs} of {runs} hung with "
+        f"`dq.pmean` in two independent scans, and {others} in five other forms, each tried "
+        f"{runs} times (`python -m benchmarks.speed.in_flight`). A zero does not show that a "
+        "program never hangs.\n"
     )
 
 
