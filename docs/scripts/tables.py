@@ -292,7 +292,7 @@ def in_flight() -> str:
     others = sum(counts["hangs"] for counts in found["results"].values())
     return (
         f"Of runs of two processes with two CPU devices each, {hangs} of {runs} hung with "
-        f"`dq.pmean` in two independent scans, and {others} in five other forms, each tried "
+        f"`dq.pmean` in two independent scans, and {others} in all other forms, each tried "
         f"{runs} times (`python -m benchmarks.speed.in_flight`). A zero does not show that a "
         "program never hangs.\n"
     )
