@@ -169,11 +169,11 @@ def error_estimates() -> str:
     means, stds = zip(*((mean(r["ratios"]), stdev(r["ratios"])) for r in rows), strict=True)
     kinds = {row["kind"] for row in rows}
     return (
-        "Estimated errors of DynamiQ over true ones, at 4, 5 and 6 bits, with 2 to 16 workers, on "
-        f"about two million coordinates of {len(kinds)} kinds of tensors: {min(means):.2f} to "
-        f"{max(means):.2f} in the mean of ten samples, with a standard deviation of a sample of "
-        f"up to {max(stds):.0%} (`python -m benchmarks.error.estimate`), which falls with the "
-        "square root of the coordinates.\n"
+        f"On {len(kinds)} kinds of tensors of about two million coordinates, the estimate for "
+        f"DynamiQ was {min(means):.2f} to {max(means):.2f} times the true error, as the mean of "
+        "ten samples, at 4 to 6 bits and with 2 to 16 workers (`python -m "
+        "benchmarks.error.estimate`). The standard deviation of one sample was at most "
+        f"{max(stds):.0%}. It falls with the square root of the coordinates.\n"
     )
 
 
