@@ -45,7 +45,7 @@ def real_lm_training_muon() -> str:
 
 def _fine_tuning(name: str) -> str:
     rows = []
-    for mean_of in by_method(results_of(name)):
+    for mean_of in sorted(by_method(results_of(name)), key=lambda of: -of["bytes"]):
         if "exponent" in mean_of["method"]:
             continue
         is_exact = mean_of["method"] == "exact"
@@ -69,7 +69,9 @@ def real_lm_time_to_accuracy() -> str:
     rates = sorted({row["rate"] for row in rows})
     seconds = {(row["method"], row["rate"]): row["seconds_to_target"] for row in rows}
     table = []
-    for method in dict.fromkeys(row["method"] for row in rows):
+    slowest = [row for row in rows if row["rate"] == rates[0]]
+    slowest.sort(key=lambda row: -(row["seconds_to_target"] or 0.0))
+    for method in (row["method"] for row in slowest):
         if "exponent" in method:
             continue
         cells = []
