@@ -7,7 +7,8 @@ import pytest
 
 from docs.scripts.pages import PAGES, code_blocks
 from dynamiq_jax import parts
-from dynamiq_jax.methods import METHODS, WRAPPERS
+from dynamiq_jax.methods import METHODS
+from dynamiq_jax.methods._registry import WRAPPERS
 from dynamiq_research import LEVELS
 
 EXTENSIONS = PAGES["docs/extensions.md"]

@@ -24,15 +24,8 @@ from dynamiq_jax._core.naming import field_names
 from dynamiq_jax._inputs.compression import Compression, split_route
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._run.driver import run
-from dynamiq_jax.methods import (
-    METHODS,
-    PRESETS,
-    WRAPPERS,
-    Method,
-    known_methods,
-    resolve_method,
-)
-from dynamiq_jax.methods._registry import OF_RESEARCH
+from dynamiq_jax.methods import METHODS, Method, known_methods, resolve_method
+from dynamiq_jax.methods._registry import OF_RESEARCH, PRESETS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES, Topology, resolve_topology
 
 Tree = TypeVar("Tree")

@@ -16,8 +16,7 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.islands._sparse import Sparse
     from dynamiq_jax.islands._transports import ObjectStore, SharedFolder, Transport
 from dynamiq_jax.islands import messages
-from dynamiq_jax.islands.messages import Message
 
 __all__ = ["IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
 __all__ += ["RoundRecord", "history"]
-__all__ += ["Message", "Sparse", "decode", "encode", "merging", "messages"]
+__all__ += ["Sparse", "decode", "encode", "merging", "messages"]

@@ -6,9 +6,7 @@
 from dynamiq_jax._core import (
     Axis,
     ChunkCodec,
-    LocalChunks,
     RecodedChunks,
-    SumCodec,
     SummedChunks,
     WireCost,
 )
@@ -20,13 +18,7 @@ from dynamiq_jax.methods._dynamiq import DynamiQ
 from dynamiq_jax.methods._error_feedback import ErrorFeedback
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
 from dynamiq_jax.methods._powersgd import PowerSGD
-from dynamiq_jax.methods._registry import (
-    METHODS,
-    PRESETS,
-    WRAPPERS,
-    known_methods,
-    resolve_method,
-)
+from dynamiq_jax.methods._registry import METHODS, known_methods, resolve_method
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from dynamiq_jax.methods._topk_chunked import TopKChunked
 
@@ -34,6 +26,6 @@ __all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "BlockInt", "DynamiQ", "
 __all__ += ["Exact", "PowerSGD", "TopKChunked"]
 # Interfaces, and bases of methods of one's own. `dynamiq_jax.parts` has more.
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
-__all__ += ["LocalChunks", "Method", "RecodedChunks", "Reduced", "SparseBlocks", "State"]
-__all__ += ["SumCodec", "SummedChunks", "WireCost"]
-__all__ += ["METHODS", "PRESETS", "WRAPPERS", "known_methods", "resolve_method"]
+__all__ += ["Method", "RecodedChunks", "Reduced", "SparseBlocks", "State", "SummedChunks"]
+__all__ += ["WireCost"]
+__all__ += ["METHODS", "known_methods", "resolve_method"]

@@ -1,4 +1,4 @@
-"""Parts that methods, topologies and train steps of one's own are made of.
+"""Parts that methods and topologies of one's own are made of.
 
 The interfaces themselves are in `dynamiq_jax.methods` and `dynamiq_jax.topologies`. The codec is
 in `pallas_kernels.codec`.
@@ -11,36 +11,22 @@ from dynamiq_jax._core import (
     check_flag,
     check_integer,
     check_number,
-    check_optimizer,
     take_chunk,
 )
-from dynamiq_jax._inputs.checks import check_axis, check_floating, check_key
-from dynamiq_jax._inputs.shards import context_or_automatic
 from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
 from dynamiq_jax.methods._budget import check_bits, most_within
 from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
 from dynamiq_jax.methods._feedback import Feedback
-from dynamiq_jax.methods._norms import combine_norms, combined_bytes, gather_norms, gathered_bytes
 from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
-from pallas_kernels._jax.compat import (
-    match_varying,
-    override,
-    same_over,
-    vary_over,
-    varying_axes,
-)
+from pallas_kernels._jax.compat import match_varying, override, same_over, vary_over
 
 # What every method needs.
 __all__ = ["Payload", "as_chunks", "take_chunk"]
-__all__ += ["check_axis", "check_choice", "check_flag", "check_floating", "check_integer"]
-__all__ += ["check_key", "check_number", "check_optimizer"]
+__all__ += ["check_choice", "check_flag", "check_integer", "check_number"]
 # The axes over which JAX takes values for different, and the mark of a method that overrides one.
-__all__ += ["match_varying", "override", "same_over", "vary_over", "varying_axes"]
-# What a kind of method needs: blocks with scales, norms of all workers, some blocks or coordinates
-# within a number of bits, and what a method leaves out.
+__all__ += ["match_varying", "override", "same_over", "vary_over"]
+# What a kind of method needs: blocks with scales, some blocks or coordinates within a number of
+# bits, and what a method leaves out.
 __all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]
-__all__ += ["combine_norms", "combined_bytes", "gather_norms", "gathered_bytes"]
 __all__ += ["NOT_FINITE", "BudgetedBlocks", "Chosen", "check_bits", "most_within"]
 __all__ += ["Feedback"]
-# What a train step needs that calls `jax.shard_map` itself.
-__all__ += ["context_or_automatic"]

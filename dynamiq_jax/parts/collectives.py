@@ -22,11 +22,12 @@ from dynamiq_jax._check.check import check, check_plan
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._core import check_optimizer
 from dynamiq_jax._core.naming import spelled
-from dynamiq_jax._inputs.checks import check_chunked
+from dynamiq_jax._inputs.checks import check_axis, check_chunked, check_floating, check_key
 from dynamiq_jax._inputs.compression import Choice, split_route
 from dynamiq_jax._inputs.request import Request, resolve
-from dynamiq_jax._inputs.shards import managed_axes
+from dynamiq_jax._inputs.shards import context_or_automatic, managed_axes
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._plan.recording import record
 from dynamiq_jax._plan.state_names import check_names
@@ -35,6 +36,7 @@ from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.loop import key_of, send_group, send_groups, transfer_of
 from dynamiq_jax.training._params import check_like, check_shared_params
+from pallas_kernels._jax.compat import varying_axes
 from pallas_kernels._jax.dependencies import never
 
 # A collective, and one call of it.
@@ -50,3 +52,6 @@ __all__ += ["cut", "joined", "key_of", "pieces_of", "record", "send_group", "sen
 __all__ += ["transfer_of"]
 __all__ += ["after", "last_token", "never", "remember", "token_of"]
 __all__ += ["check_like", "check_names", "check_shared_params"]
+# Arguments of a function that calls collectives of JAX, or `jax.shard_map`, itself.
+__all__ += ["check_axis", "check_floating", "check_key", "check_optimizer"]
+__all__ += ["context_or_automatic", "varying_axes"]

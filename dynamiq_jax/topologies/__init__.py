@@ -4,7 +4,7 @@ _base     interface of a topology
 _ring, _butterfly, _all_to_all
 """
 
-from dynamiq_jax._core import Axis, naming
+from dynamiq_jax._core import naming
 from dynamiq_jax.topologies._all_to_all import AllToAll
 from dynamiq_jax.topologies._base import (
     Arrival,
@@ -16,8 +16,8 @@ from dynamiq_jax.topologies._base import (
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._ring import Ring
 
-__all__ = ["TOPOLOGIES", "AllToAll", "Arrival", "Axis", "Butterfly", "Gathered", "Ring"]
-__all__ += ["Scattered", "Topology", "gather", "resolve_topology"]
+__all__ = ["TOPOLOGIES", "AllToAll", "Arrival", "Butterfly", "Gathered", "Ring", "Scattered"]
+__all__ += ["Topology", "gather", "resolve_topology"]
 
 # Names are those of the literature in lower case, with spaces and hyphens as underscores.
 TOPOLOGIES: dict[str, type[Topology]] = {

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 import dynamiq_jax as dq
-from dynamiq_jax.islands import Message, decode, encode
+from dynamiq_jax.islands import decode, encode
 from dynamiq_jax.islands.merging import (
     check_weight,
     checked_norm,
@@ -20,8 +20,9 @@ from dynamiq_jax.islands.merging import (
     take_outer_step,
     too_large,
 )
+from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import Method
-from dynamiq_jax.parts import check_optimizer
+from dynamiq_jax.parts.collectives import check_optimizer
 
 _ARRAYS, _CONFIG, _CHANGE, _METRICS = "arrays", "config", "change", "metrics"  # records
 _HASH = "reference-hash"

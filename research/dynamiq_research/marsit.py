@@ -12,9 +12,6 @@ from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod, WireCost
 from dynamiq_jax.parts import (
     Payload,
     check_number,
-    combined_bytes,
-    gather_norms,
-    gathered_bytes,
     match_varying,
     override,
     rows_per_chunk,
@@ -79,8 +76,9 @@ class Marsit(ChunkedMethod):
         message = rows * row_bytes(1) + _WEIGHT_BYTES
         if self.scale is not None:
             return WireCost(message)
-        sent = gathered_bytes if call.collective == "all_gather" else combined_bytes
-        return WireCost(message, sent(call.num_chunks * rows, call.axis))
+        means = 2 * (call.num_chunks * rows // call.num_workers)  # bytes, of bfloat16
+        returned = 0 if call.collective == "all_gather" else means
+        return WireCost(message, call.axis.owners_bytes(means, returned))
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> "_SignChunks":
@@ -115,11 +113,11 @@ class Marsit(ChunkedMethod):
         last, coordinates = divmod(size, SUPER_GROUP_SIZE)
         if coordinates:  # padding has no part in the mean
             means = means.at[last].multiply(np.float32(SUPER_GROUP_SIZE / coordinates))
+        words = bfloat16_bits(means)
         if call.collective == "all_gather":
-            words = gather_norms(means, call.axis)
+            words = call.axis.gather(words)
         else:
-            shares = bfloat16_bits(means).reshape(call.num_workers, -1)
-            words = call.axis.reduce_by_owners(shares, _mean)
+            words = call.axis.reduce_by_owners(words.reshape(call.num_workers, -1), _mean)
         return bfloat16_value(words).reshape(call.num_chunks, -1)
 
 

@@ -83,7 +83,7 @@ def as_arrays(record):
 
 
 def sent(answer):
-    return islands.Message.from_bytes(answer.content["change"]["change"].data)
+    return islands.messages.Message.from_bytes(answer.content["change"]["change"].data)
 
 
 @pytest.mark.parametrize("method", ("dynamiq:4", "mxfp4"))

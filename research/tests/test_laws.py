@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import METHODS, WRAPPERS, ErrorFeedback, resolve_method
+from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
+from dynamiq_jax.methods._registry import WRAPPERS
 from dynamiq_research import (
     EF21M,
     THC,

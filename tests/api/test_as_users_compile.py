@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import METHODS, PRESETS, resolve_method
+from dynamiq_jax.methods import METHODS, resolve_method
+from dynamiq_jax.methods._registry import PRESETS
 from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring, Topology
 from tests.support import speed
 from tests.support.gradients import of_workers, vnmse

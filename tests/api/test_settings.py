@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, PRESETS, resolve_method
+from dynamiq_jax.methods import MXFP8, resolve_method
+from dynamiq_jax.methods._registry import PRESETS
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from dynamiq_jax.training import LocalSGD
 from tests.conformance.table import CASES, CHUNKED, ROWS

@@ -25,7 +25,8 @@ from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns, relative_errors
-from dynamiq_jax.methods import METHODS, PRESETS, ErrorFeedback
+from dynamiq_jax.methods import METHODS, ErrorFeedback
+from dynamiq_jax.methods._registry import PRESETS
 from examples.tools.small_decoder import small_config
 from tests.support.commands import shown
 from tests.support.gradients import of_workers, vnmse

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dynamiq_jax._core import as_chunks, take_chunk
-from dynamiq_jax.methods import ChunkCodec, LocalChunks, RecodedChunks, SumCodec, SummedChunks
+from dynamiq_jax._core import LocalChunks, SumCodec, as_chunks, take_chunk
+from dynamiq_jax.methods import ChunkCodec, RecodedChunks, SummedChunks
 
 METHODS_OF_A_CODEC = ("compress", "hop", "accumulate", "decompress", "rounded")
 VALUES = np.arange(

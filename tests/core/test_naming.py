@@ -10,13 +10,12 @@ import dynamiq_jax as dq
 from dynamiq_jax._core import naming
 from dynamiq_jax.methods import (
     METHODS,
-    PRESETS,
-    WRAPPERS,
     BlockInt,
     ErrorFeedback,
     TopKChunked,
     resolve_method,
 )
+from dynamiq_jax.methods._registry import PRESETS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES, Butterfly, Ring, resolve_topology
 
 # Several names share these files.

@@ -51,7 +51,7 @@ def values_of(seed: int, size: int, dtype: str = "float32") -> np.ndarray:
         return flat.astype(np.float32).astype(jnp.dtype(dtype))
 
 
-def agree(*encoded: islands.Message, weights=None) -> None:
+def agree(*encoded: messages.Message, weights=None) -> None:
     of_jax = islands.decode(*encoded, weights=weights)
     of_numpy = messages.decode(*encoded, weights=weights)
     assert of_jax.keys() == of_numpy.keys()

@@ -122,7 +122,7 @@ def header_bytes(names, shapes):
         messages.Leaf(name, shape, "float32", number // 20)
         for number, (name, shape) in enumerate(rows)
     )
-    return islands.Message(leaves, (form,) * (leaves[-1].bucket + 1), b"").nbytes
+    return messages.Message(leaves, (form,) * (leaves[-1].bucket + 1), b"").nbytes
 
 
 @pytest.mark.parametrize("count", (600, 3000))
@@ -295,7 +295,7 @@ RELEASED = np.load(Path(__file__).parent / "messages_0.2.0.npz")
 @pytest.mark.parametrize("name", [name for name in RELEASED if "." not in name])
 def test_messages_of_the_release_before_are_read(name):
     """Made and decoded by `dq.encode` and `dq.decode` of 0.2.0."""
-    message = islands.Message.from_bytes(RELEASED[name].tobytes())
+    message = messages.Message.from_bytes(RELEASED[name].tobytes())
     for decode in (islands.decode, messages.decode):
         for leaf, values in decode(message).items():
             assert same_bits(values, RELEASED[f"{name}.{leaf}"])

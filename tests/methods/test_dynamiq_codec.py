@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import SumCodec, _dynamiq_codec
+from dynamiq_jax._core import SumCodec
+from dynamiq_jax.methods import _dynamiq_codec
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, ReorderedSums
 from pallas_kernels.codec import LocalRows, make_places
 from tests.support import oracle

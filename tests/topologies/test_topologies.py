@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from benchmarks.error import rounding_bias
 from dynamiq_jax import topologies
+from dynamiq_jax._core import SumCodec
 from dynamiq_jax._measurement.gradients import worker_gradients
-from dynamiq_jax.methods import Axis, Call, ChunkCodec, SumCodec
+from dynamiq_jax.methods import Axis, Call, ChunkCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives

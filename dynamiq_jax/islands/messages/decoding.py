@@ -130,7 +130,7 @@ def _check(messages: Sequence[Any], weights: Any) -> None:
         if not isinstance(message, Message):
             raise TypeError(
                 f"a message is a {type(message).__name__}. Give what islands.encode or "
-                "islands.Message.from_bytes returned."
+                "islands.messages.Message.from_bytes returned."
             )
         for first, leaf in zip(messages[0].leaves, message.leaves, strict=False):
             if first[:-1] != leaf[:-1]:  # all but the bucket

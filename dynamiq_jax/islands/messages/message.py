@@ -193,7 +193,7 @@ def _checked_header(data: bytes) -> bytes:
     if data[: len(_MAGIC)] != _MAGIC[: len(data)] or not data:
         raise ValueError(
             f"the data begins with {data[:8]!r}, not with {_MAGIC!r}: it is no message. Give the "
-            "bytes of islands.Message.to_bytes."
+            "bytes of islands.messages.Message.to_bytes."
         )
     if len(data) < _PREFIX.size:
         raise ValueError(f"the message ends after {len(data)} bytes. It is cut: send it again.")

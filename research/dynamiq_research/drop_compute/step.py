@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.parts import check_integer, check_number, context_or_automatic
+from dynamiq_jax.parts import check_integer, check_number
+from dynamiq_jax.parts.collectives import context_or_automatic
 from dynamiq_research.drop_compute.accumulation import (
     Accumulated,
     Accumulation,

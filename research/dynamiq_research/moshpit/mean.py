@@ -13,15 +13,8 @@ from jax.typing import ArrayLike
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Exact, Method
-from dynamiq_jax.parts import (
-    check_axis,
-    check_floating,
-    check_integer,
-    check_key,
-    same_over,
-    vary_over,
-    varying_axes,
-)
+from dynamiq_jax.parts import check_integer, same_over, vary_over
+from dynamiq_jax.parts.collectives import check_axis, check_floating, check_key, varying_axes
 
 Tree = TypeVar("Tree")
 

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from dynamiq_jax import Compression
 from dynamiq_jax.methods import Call, ChunkedMethod, Exact, Reduced, State
-from dynamiq_jax.parts import Payload, as_chunks, check_choice, check_key, override, take_chunk
+from dynamiq_jax.parts import Payload, as_chunks, check_choice, override, take_chunk
 from dynamiq_jax.parts.collectives import (
     AllGather,
     Bucket,
@@ -20,6 +20,7 @@ from dynamiq_jax.parts.collectives import (
     after,
     check_agreement,
     check_chunked,
+    check_key,
     find_axis,
     managed_axes,
     named_leaves,

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax import Compression, DynamiQ
-from dynamiq_jax.parts import check_integer, check_number, check_optimizer, vary_over
+from dynamiq_jax.parts import check_integer, check_number, vary_over
 from dynamiq_jax.parts.collectives import (
     EXACT,
     AxisName,
@@ -25,6 +25,7 @@ from dynamiq_jax.parts.collectives import (
     check_agreement,
     check_chunked,
     check_like,
+    check_optimizer,
     check_plan,
     check_shared_params,
     exact_bytes_sent,
