@@ -104,7 +104,8 @@ class Emulation:
             device = facts.pop("device")
             del facts["threads"]  # of which hosts of other numbers have others: rows have them
             records.write(self.json, environment(device) | facts, dataclasses.asdict(self), rows)
-        plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
+        if self.plot is not None:
+            plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
         return tables.warn_unequal(console, rows)
 
 

@@ -15,7 +15,7 @@ import jax
 import dynamiq_jax as dq
 from benchmarks.emulation.processes import die_with_parent
 from dynamiq_jax._console.environment import of_cpu_programs
-from dynamiq_jax._measurement import joining
+from dynamiq_jax._measurement import devices
 
 
 class Host:
@@ -30,7 +30,7 @@ class Host:
     def join(self) -> dict[str, Any]:
         """Join the other hosts, with one CPU device each if the configuration has no number."""
         jax.config.update("jax_num_cpu_devices", self.config.get("devices", 1))
-        joining.join(self.config["coordinator"], self.num_hosts, self.index)
+        devices.join(self.config["coordinator"], self.num_hosts, self.index)
         return {"device": jax.devices()[0].device_kind, **of_cpu_programs()}
 
     def stop(self) -> dict[str, Any]:

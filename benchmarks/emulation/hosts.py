@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.processes import Processes
 from benchmarks.emulation.python_processes import python_command, python_environment
-from dynamiq_jax._measurement.joining import START_TIMEOUT
+from dynamiq_jax._measurement.devices import START_TIMEOUT
 
 _PORT = 9876  # of the coordinator; free in every fresh namespace
 

@@ -12,8 +12,7 @@ import jax
 from benchmarks.emulation.host import Host, serve
 from dynamiq_jax._measurement import all_reduce
 from dynamiq_jax._measurement.all_reduce import CompiledAllReduce
-from dynamiq_jax._measurement.devices import make_mesh
-from dynamiq_jax._measurement.joining import barrier
+from dynamiq_jax._measurement.devices import barrier, make_mesh
 from dynamiq_jax._measurement.settings import parse_setting
 from pallas_kernels._jax.compat import override
 
@@ -38,7 +37,7 @@ class MeasuringHost(Host):
         """Compile a setting and check its result."""
         function = CompiledAllReduce(parse_setting(setting), self._mesh, self._gradients)
         barrier()
-        result = function(self.config["seed"])
+        result = function(self._gradients, self.config["seed"])
         self._functions[setting] = function
         error = None if self._truth is None else all_reduce.relative_error(result, self._truth)
         return {"checksums": all_reduce.checksums(result), "vnmse": error}
@@ -46,7 +45,7 @@ class MeasuringHost(Host):
     def run(self, setting: str, seed: int) -> dict[str, Any]:
         """Time one all-reduce."""
         before = time.process_time()
-        seconds = self._functions[setting].seconds(seed)
+        seconds = self._functions[setting].seconds(self._gradients, seed)
         return {"seconds": seconds, "cpu_seconds": time.process_time() - before}
 
 

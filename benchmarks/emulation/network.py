@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.emulation.hosts import Hosts, joined_hosts, link_patience
 from dynamiq_jax._console.units import format_rate
-from dynamiq_jax._measurement.settings import BF16_RING, PSUM, Setting, is_same
+from dynamiq_jax._measurement.settings import BF16_RING, PSUM, Setting, parse_setting
 
 Row = dict[str, Any]  # of a table, and of the JSON file
 
@@ -136,8 +136,10 @@ def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     """Return the speed-up of a row over each baseline that is in the run."""
     speedups = {}
     for name in (PSUM, BF16_RING):
+        baseline = parse_setting(name)
         for other in rows:
             same = (other["hosts"], other["rate"]) == (row["hosts"], row["rate"])
-            if same and other["setting"] != row["setting"] and is_same(other["setting"], name):
+            is_baseline = same and parse_setting(other["setting"]) == baseline
+            if is_baseline and other["setting"] != row["setting"]:
                 speedups[name] = other["seconds"] / row["seconds"]
     return speedups

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from dynamiq_jax._console.machine import num_cores
+from dynamiq_jax._console.environment import num_cores
 
 # XLA:CPU uses half of AVX-512's width unless told; the codec gains a third. Elsewhere it changes
 # nothing. The same flag in the user's XLA_FLAGS takes precedence.

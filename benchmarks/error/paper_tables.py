@@ -24,10 +24,9 @@ from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm.gradients import LAYER, layer_of
 from dynamiq_jax._measurement import gradient_files
-from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.gradient_files import Gradients, of_workers
 from dynamiq_jax._measurement.settings import parse_setting
-from dynamiq_jax._measurement.simulate import Simulation, make_devices
+from dynamiq_jax._measurement.simulate import Simulation, geometric_mean, make_devices
 
 # Without a hierarchy a group's scale is a bfloat16: 8 bits more than here for every 16 coordinates.
 # Such rows are run with the scales of this library and half a bit less for everything else.

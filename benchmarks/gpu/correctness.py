@@ -14,9 +14,9 @@ from jax import Array
 
 import dynamiq_jax as dq
 from benchmarks.gpu.bench import GpuBench
+from benchmarks.gpu.device_gradients import device_gradient
 from benchmarks.gpu.jobs import implementations
 from benchmarks.gpu.record import Results
-from dynamiq_jax._measurement.device_gradients import device_gradient
 from dynamiq_jax._measurement.kernel_checks import KernelVerdict, check_kernels
 from dynamiq_jax._measurement.kernel_speed import places_of
 from pallas_kernels import operations

@@ -12,9 +12,7 @@ import tyro
 
 import dynamiq_jax as dq
 from benchmarks.harness import files
-from dynamiq_jax._console import tables
-from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.signals import Stopped, stopping_cleanly
+from dynamiq_jax._console import program, tables
 
 if typing.TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,16 +77,8 @@ def run(main: Callable[[Any], int | None], description: str | None) -> typing.No
     config = tyro.cli(config_type, description=description)
     dq.keep_memory()
     spec = typing.cast(Any, sys.modules["__main__"]).__spec__
-    program = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
-    try:
-        with stopping_cleanly():
-            status = main(config)
-    except CommandError as error:
-        sys.exit(f"{program}: {error}")
-    except Stopped as stopped:
-        print(f"{program}: {stopped}.", file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    sys.exit(status)
+    name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
+    program.finish(name, lambda: main(config))
 
 
 def _write(report: Report, name: str, config: Any) -> list[Path]:

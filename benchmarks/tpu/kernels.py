@@ -30,7 +30,6 @@ from dynamiq_jax._measurement.kernel_checks import (
     INTERPRETED_CASES,
     KernelVerdict,
     check_kernels,
-    reason_against,
 )
 from dynamiq_jax._measurement.kernel_speed import copy_speed, measure_kernels
 from dynamiq_jax._measurement.measure import measure
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _time_operations(options: argparse.Namespace, backends: Sequence[str], keep: Any) -> None:
-    here = [name for name in backends if name == BASE or not reason_against(name)]
+    here = [name for name in backends if name == BASE or not BACKENDS[name].why_not_here()]
     batches = Batches(2, 0.0, 0.0) if options.small else Batches()
     copy = copy_speed(options.copy_bytes, batches)
     print(f"copy: {copy / 1e9:.0f} GB/s read and written", flush=True)
@@ -85,9 +84,13 @@ def _time_operations(options: argparse.Namespace, backends: Sequence[str], keep:
     for size in options.sizes:
         for bits in options.bits:
             for dtype in options.dtypes:
-                speeds = measure_kernels(
-                    here, size, dtype=dtype, bits=bits, copy=copy, batches=batches
-                )
+                speeds = [
+                    speed
+                    for name in here
+                    for speed in measure_kernels(
+                        name, size, dtype=dtype, bits=bits, copy=copy, batches=batches
+                    )
+                ]
                 for speed in speeds:
                     print(
                         f"{size / 2**20:8.4g} Mi {bits:g} bits {dtype:>8} {speed.operation:>10} "

@@ -8,14 +8,12 @@ from docs.scripts.advised import (
 )
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
-from dynamiq_jax._prediction.device_speeds import DeviceKind
-from dynamiq_jax._prediction.hosts import HOST_LINKS
-from dynamiq_jax._prediction.tpus import LINKS
+from dynamiq_jax._prediction.device_speeds import PCIE_LINKS, TPU_LINKS, DeviceKind
 
 _UNLESS_HIDDEN = '`"dynamiq:5"` where `psum` does not hide'
 _ON_NETWORK_CARDS = {10: '`"dynamiq:5"`', 100: '`"dynamiq:5"`', 400: _UNLESS_HIDDEN}  # Gbit/s
 _ON_PCIE = {"pcie4": _UNLESS_HIDDEN, "pcie5": "`jax.lax.pmean`"}
-assert _ON_PCIE.keys() == HOST_LINKS.keys()
+assert _ON_PCIE.keys() == PCIE_LINKS.keys()
 
 
 def which_method() -> str:
@@ -60,9 +58,9 @@ def which_method() -> str:
             for gbit, take in _ON_NETWORK_CARDS.items()
         ),
         [
-            f"25 to 100 Gbit/s, slices of TPU {', '.join(kind[4:] for kind in LINKS)}",
+            f"25 to 100 Gbit/s, slices of TPU {', '.join(kind[4:] for kind in TPU_LINKS)}",
             '[`"dynamiq:5"`](recipes/tpus.md) where `psum` does not hide',
-            f"predicted: {', '.join(f'{_gain_between_slices(kind):.2f}x' for kind in LINKS)} BF16, "
+            f"predicted: {', '.join(f'{_gain_between_slices(kind):.2f}x' for kind in TPU_LINKS)} BF16, "
             "all-reduce alone",
         ],
         [

@@ -3,7 +3,7 @@
 from docs.scripts.advised import between_slices
 from docs.scripts.result_files import markdown, results_of
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
-from dynamiq_jax._prediction.tpus import LINKS, hiding_tokens
+from dynamiq_jax._prediction.device_speeds import TPU_LINKS, hiding_tokens
 
 _GENERATIONS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 
@@ -11,7 +11,7 @@ _GENERATIONS = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4"}
 def tpu_slices() -> str:
     """Write times of an all-reduce between two slices of TPUs, by `dynamiq-jax advise`."""
     rows = []
-    for kind, link in LINKS.items():
+    for kind, link in TPU_LINKS.items():
         rate = parse_rate(link, "link")
         for size in ("8Mi", "256Mi"):
             plain, ours = (option.all_reduce for option in between_slices(kind, size))

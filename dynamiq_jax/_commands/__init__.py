@@ -8,7 +8,6 @@ from typing import Any
 
 import dynamiq_jax
 from dynamiq_jax._console import program
-from dynamiq_jax._console.pipes import ending_with_reader
 
 _DESCRIPTION = """Compressed gradient all-reduce for JAX: should you use it, does your step use it,
 and what does it bring on your hardware?
@@ -33,7 +32,7 @@ setting is `psum`, which is jax.lax.psum, or
 def main() -> None:
     """Run the command."""
     if sys.argv[1:] == ["--version"]:
-        with ending_with_reader():
+        with program.ending_with_reader():
             print(f"dynamiq-jax {dynamiq_jax.__version__}")
         return
     program.run("dynamiq-jax", _commands, _DESCRIPTION)

@@ -26,16 +26,13 @@ from dynamiq_jax._prediction.advice import (
     topologies_in_order,
 )
 from dynamiq_jax._prediction.cost_model import Network
-from dynamiq_jax._prediction.device_speeds import DeviceKind
-from dynamiq_jax._prediction.hosts import CODEC_NS, HOST_LINKS
-from dynamiq_jax._prediction.islands import (
-    SHARE,
-    SPARSE,
-    SPARSE_ROUNDS,
-    island_memory,
-    island_rounds,
+from dynamiq_jax._prediction.device_speeds import (
+    PCIE_CODEC_NS,
+    PCIE_LINKS,
+    TPU_LINKS,
+    DeviceKind,
 )
-from dynamiq_jax._prediction.tpus import LINKS
+from dynamiq_jax._prediction.islands import SHARE, SPARSE, Message, island_memory, island_rounds
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"
@@ -107,7 +104,7 @@ class Advise:
 
     def run(self) -> int:
         """Print the predictions and the advice; return the exit status."""
-        options.check_outputs(self.json, None)
+        options.check_outputs(self.json)
         question = self.question()
         predicted = predictions(question)
         if self.json is not None:
@@ -125,42 +122,38 @@ class Advise:
     @property
     def rate(self) -> float:
         """Bits a second of the link."""
-        if self.link is None and self.device in LINKS:  # which have the share of a chip
-            return parse_rate(LINKS[self.device], "--link") * self.devices_per_host
+        if self.link is None and self.device in TPU_LINKS:  # which have the share of a chip
+            return parse_rate(TPU_LINKS[self.device], "--link") * self.devices_per_host
         link = self.link or _USUAL_LINK
-        return parse_rate(HOST_LINKS.get(link, link), "--link")
-
-    @property
-    def is_inside_host(self) -> bool:
-        """True for PCIe inside one host."""
-        return self.link in HOST_LINKS
+        return parse_rate(PCIE_LINKS.get(link, link), "--link")
 
     def island_links(self) -> list[str]:
         """Write the link that islands need, for each budget; nothing without --every."""
         if self.every is None:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
-        lines, predicted = [], []
-        for bits in (SPARSE, *self.bits):
-            on_cpu = self.device == "cpu"
-            found = island_rounds(size, self.workers, bits, seconds, self.rate, on_cpu)
-            predicted.append(found)
-            low, high = found.computing
-            lines.append(
-                f"{self.workers} islands with a round every {self.every} steps need "
-                f"{format_rate(found.rate)} each to exchange {bits:g} bits in {SHARE:.0%} of the "
-                f"time. On this link, {low:.0%} to {high:.0%} of the time computes; a message has "
-                f"{format_bytes(found.message_bytes)}, and a day {format_bytes(found.bytes_a_day)}."
-            )
-        first, second = sorted(predicted, key=lambda each: each.to_loss)[:2]
-        lines.append(
-            f"To the same loss, {first.bits:g} bits are the fastest on this link, "
-            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.bits:g} bits. Messages "
-            f"of {SPARSE:g} bits take {SPARSE_ROUNDS:g} times the rounds, as measured on a small "
-            "model."
-        )
+        rounds = [
+            island_rounds(size, self.workers, message, seconds, self.rate, self.device == "cpu")
+            for message in (SPARSE, *map(Message, self.bits))
+        ]
+        lines = [
+            f"{self.workers} islands with a round every {self.every} steps need "
+            f"{format_rate(each.rate)} each to exchange {each.message.bits:g} bits in {SHARE:.0%} "
+            f"of the time. On this link, {each.computing[0]:.0%} to {each.computing[1]:.0%} of the "
+            f"time computes; a message has {format_bytes(each.message_bytes)}, and a day "
+            f"{format_bytes(each.bytes_a_day)}."
+            for each in rounds
+        ]
+        first, second = sorted(rounds, key=lambda each: each.to_loss)[:2]
         memory = format_bytes(island_memory(size))
-        return [*lines, f"Parameters, reference, momentum and residual take {memory} on the host."]
+        return [
+            *lines,
+            f"To the same loss, {first.message.bits:g} bits are the fastest on this link, "
+            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.message.bits:g} bits. "
+            f"Messages of {SPARSE.bits:g} bits take {SPARSE.rounds:g} times the rounds, as "
+            "measured on a small model.",
+            f"Parameters, reference, momentum and residual take {memory} on the host.",
+        ]
 
     def question(self) -> Question:
         """Parse the options.
@@ -190,31 +183,31 @@ class Advise:
             options.check_least("--every", self.every, 1)
             if not self.bits:
                 raise CommandError("--every is for compressed rounds, but --bits is empty: give 5.")
-        if self.is_inside_host and self.device != "gpu":
-            raise CommandError(
-                f"--link is {self.link}, which is between GPUs of one host, but --device is "
-                f"{self.device}. Give a rate, such as 10gbit, or --device gpu."
-            )
-        if self.is_inside_host and self.devices_per_host > 1:
-            raise CommandError(
-                f"--link is {self.link}, which is inside of a host, but --devices-per-host is for "
-                "the link between hosts. Give its rate, such as 10gbit."
-            )
-        codec_ns = CODEC_NS if self.is_inside_host and self.codec_ns is None else self.codec_ns
-        size = parse_size(self.size, "--size")
-        network = Network(
-            gbit_per_s=self.rate / 1e9,
-            devices_per_host=self.devices_per_host,
-            latency_us=self.latency_us,
-            oversubscription=self.oversubscription,
-        )
+        codec_ns = self.codec_ns
+        if self.link in PCIE_LINKS:
+            if self.device != "gpu":
+                raise CommandError(
+                    f"--link is {self.link}, which is between GPUs of one host, but --device is "
+                    f"{self.device}. Give a rate, such as 10gbit, or --device gpu."
+                )
+            if self.devices_per_host > 1:
+                raise CommandError(
+                    f"--link is {self.link}, which is inside of a host, but --devices-per-host is "
+                    "for the link between hosts. Give its rate, such as 10gbit."
+                )
+            codec_ns = PCIE_CODEC_NS if codec_ns is None else codec_ns
         try:
             methods = tuple(dq.DynamiQ(bits=bits) for bits in self.bits)
         except ValueError as error:
             raise CommandError(f"--bits: {error}") from None
         return Question(
-            network=network,
-            size=size,
+            network=Network(
+                gbit_per_s=self.rate / 1e9,
+                devices_per_host=self.devices_per_host,
+                latency_us=self.latency_us,
+                oversubscription=self.oversubscription,
+            ),
+            size=parse_size(self.size, "--size"),
             workers=self.workers,
             step_seconds=self.step_time,
             overlap=self.overlap,
@@ -258,7 +251,7 @@ def _table(asked: Advise, options: list[Option]) -> Table:
             "well. Around a ring of all devices, psum sends up to twice as many. Links inside of a "
             "host count as free."
         )
-    if asked.is_inside_host:
+    if asked.link in PCIE_LINKS:
         table.caption += (
             f" Not measured. The speed of {asked.link} is that of public reports; all_reduce_perf "
             "of NCCL measures yours, as bus bandwidth in GB/s: give 8 times that in gbit."

@@ -14,7 +14,6 @@ from rich.text import Text
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.kernels import print_default
 from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.checks import check_program
@@ -82,7 +81,7 @@ class Doctor:
         ):
             if value is not None:
                 options.check_least(option, value, 1)
-        options.check_outputs(self.json, None)
+        options.check_outputs(self.json)
         if not self.target.is_file():
             raise CommandError(
                 f"{self.target} is no file. Give a script, or the text of a program."
@@ -100,7 +99,7 @@ class Doctor:
         if jax.process_index() == 0:
             _print(inspection)
             if self.target.suffix == ".py":  # a text may be of another machine
-                print_default(tables.console())
+                tables.print_codec(tables.console())
             if self.json is not None:
                 results = {
                     "collectives": [row._asdict() for row in inspection.rows],

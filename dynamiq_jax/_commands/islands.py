@@ -2,14 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
+from rich.table import Table
 
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.plots import figure_of
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax.islands import ObjectStore, RoundRecord, SharedFolder, Transport, history
@@ -100,31 +101,32 @@ def _row(each: RoundRecord) -> dict[str, Any]:
     }
 
 
-def _table(rounds: list[RoundRecord]) -> Any:
-    made = tables.FittedTable()
-    for heading in ("round", "here", "counted", "left out", "sent", "waited", "loss"):
-        made.add_column(heading)
+def _table(rounds: list[RoundRecord]) -> Table:
+    headings = ("round", "here", "counted", "left out", "sent", "waited", "loss")
+    made = tables.FittedTable(*headings)
     for each in rounds:
         decision, notes = each.decision, each.notes
-        sizes, losses = list(notes.sizes.values()), list(notes.losses.values())
         counted = "it runs" if decision is None else " ".join(decision.members) or "nobody"
         made.add_row(
             str(each.number),
             str(len(each.here)),
             "damaged" if each.problem else counted,
             "" if decision is None else " ".join(decision.left_out),
-            format_bytes(sum(sizes)) if sizes else "",
-            format_seconds(notes.waited) if decision is not None else "",
-            f"{sum(losses) / len(losses):.4f}" if losses else "",
+            format_bytes(sum(notes.sizes.values())) if notes.sizes else "",
+            "" if decision is None else format_seconds(notes.waited),
+            f"{fmean(notes.losses.values()):.4f}" if notes.losses else "",
         )
     return made
 
 
 def _draw(path: Path, rounds: list[RoundRecord]) -> None:
-    with figure_of(path, 1, 1) as (_, ((axes,),)):
-        for name in sorted({name for each in rounds for name in each.notes.losses}):
-            told = [(r.number, r.notes.losses[name]) for r in rounds if name in r.notes.losses]
-            axes.plot(*zip(*told, strict=True), marker=".", label=name)
-        axes.set_xlabel("round")
-        axes.set_ylabel("loss")
-        axes.legend()
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.subplots()
+    for name in sorted({name for each in rounds for name in each.notes.losses}):
+        told = [(r.number, r.notes.losses[name]) for r in rounds if name in r.notes.losses]
+        axes.plot(*zip(*told, strict=True), marker=".", label=name)
+    axes.set(xlabel="round", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=150)

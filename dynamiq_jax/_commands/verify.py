@@ -4,23 +4,21 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dynamiq_jax._commands.bench import bench_table
+from dynamiq_jax._commands.bench import bench_table, measured_rows
+from dynamiq_jax._commands.devices import OnDevices
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.kernels import print_default
 from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
 from dynamiq_jax._measurement.batches import Batches
-from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
+from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
     BASE,
     CASES,
@@ -31,27 +29,19 @@ from dynamiq_jax._measurement.kernel_checks import (
     worst_of_processes,
 )
 from dynamiq_jax._measurement.kernel_speed import Speed, copy_speed, measure_kernels
-from dynamiq_jax._measurement.measure import measure
-from dynamiq_jax._measurement.settings import (
-    BF16_RING,
-    DEFAULTS,
-    PSUM,
-    parse_setting,
-    parse_settings,
-)
-from dynamiq_jax._prediction.break_even import RING_WORKERS, rate_of_kernels, record
+from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
+from dynamiq_jax._prediction.break_even import RING_WORKERS, rate_of_kernels
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import operations
 from pallas_kernels.registry import BACKENDS
 from pallas_kernels.trial import CALLS
 
-_METHOD = DEFAULTS[-1]  # of the all-reduce
+_METHOD = DynamiQ()  # that is timed
 _MOST_ERROR = 4.0 ** (3 - 5)  # vNMSE: far above any right answer at 5 bits, far below a wrong one
 _COPY_BYTES = {"cpu": 2**28}  # several times the caches of a CPU
 _LARGE_COPY = 2**30
 _MARKS = {
     KernelVerdict.ABSENT: "-",
-    KernelVerdict.NOT_HERE: "not here",
     KernelVerdict.SAME: "[green]same[/green]",
     KernelVerdict.ROUNDING: "[yellow]rounding[/yellow]",
     KernelVerdict.DIFFERENT: "[red]DIFFERENT[/red]",
@@ -60,7 +50,7 @@ _MARKS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
+class Verify(OnDevices):
     """Check the bytes and the speed of the kernels on this machine.
 
     Compares every operation of every kernel backend that can run here with the base, `xla`, bit for
@@ -94,25 +84,6 @@ class Verify:
     size: str = "8Mi"
     """Coordinates of the chunk that is timed, and of the gradient that is summed."""
 
-    repeats: int = 9
-    """Timed calls of each all-reduce. The median counts."""
-
-    cpu_devices: int | None = None
-    """Use as many virtual CPU devices, even where there are accelerators. By default 8 where there
-    is no accelerator and one process."""
-
-    coordinator: str | None = None
-    """Join other processes through this HOST:PORT of process 0, or `auto`."""
-
-    num_processes: int | None = None
-    """Number of processes to join."""
-
-    process_id: int | None = None
-    """Which of them this is, from 0."""
-
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write everything that was found, with versions and hardware, to this file."""
-
     def run(self) -> int:
         """Verify and report; return the exit status."""
         size = parse_size(self.size, "--size")
@@ -120,14 +91,8 @@ class Verify:
         _check_names("--cases", self.cases, tuple(CASES))
         options.check_least("--timeout", self.timeout, 1)
         options.check_least("--repeats", self.repeats, 1)
-        options.check_outputs(self.json, None)
-        devices = worker_devices(
-            cpu_devices=self.cpu_devices,
-            coordinator=self.coordinator,
-            num_processes=self.num_processes,
-            process_id=self.process_id,
-            least=1,
-        )
+        options.check_outputs(self.json)
+        devices = self.devices(least=1)
         first = jax.process_index() == 0
         console = tables.console(quiet=not first)
         kind = devices[0].device_kind
@@ -137,25 +102,45 @@ class Verify:
             highlight=False,
         )
         checks = self._checks(console)
-        problems = self._problems_of_checks(checks)
-        _print_checks(console, checks, interpret=self.interpret)
+        least = KernelVerdict.DIFFERENT if self.allow_rounding else KernelVerdict.ROUNDING
+        problems = [f"{check.name}: {check.text}" for check in checks if check.verdict >= least]
+        not_here = {c.backend: c.text for c in checks if c.verdict == KernelVerdict.NOT_HERE}
+        checks = [check for check in checks if check.backend not in not_here]
+        for backend, reason in not_here.items():
+            console.print(f"{backend}: not compared: {reason}", highlight=False, soft_wrap=True)
+        how = "interpreted" if self.interpret else "compiled for this machine"
+        console.print(
+            _checks_table(checks, how)
+            if checks
+            else "No kernel can run here. --interpret compares them all the same, slowly."
+        )
         copy, speeds = self._speeds(console, checks, size, problems)
         summed, warned = self._all_reduce(console, devices, size)
-        problems += _problems_of_sums(summed)
+        for row in summed:
+            if not row["replicas_equal"]:
+                problems.append(f"{row['setting']}: workers do not hold the same bits")
+            if not row["vnmse"] <= _MOST_ERROR:
+                problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
         pays = _pays_below(summed, speeds, size)
         console.print(_advice(pays, alone=not summed), highlight=False, soft_wrap=True)
         for text in (*problems, *warned):
             console.print(Text(text, style="red"), soft_wrap=True)
-        print_default(console)
-        console.print(_conclusion(checks, problems), highlight=False, soft_wrap=True)
+        tables.print_codec(console)
+        compared = sum(check.verdict != KernelVerdict.ABSENT for check in checks)
+        conclusion = (
+            f"{len(problems)} of {compared} outputs or sums are not right. The library does not "
+            "use a backend that fails its own check. Please attach the file of --json to an issue."
+            if problems
+            else f"Right: {compared} outputs of kernels, and all sums."
+        )
+        console.print(conclusion, highlight=False, soft_wrap=True)
         if first and self.json is not None:
             results = {
                 "checks": [
                     dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()}
                     for check in checks
-                    if check.verdict != KernelVerdict.NOT_HERE
                 ],
-                "not_compared": _not_compared(checks),
+                "not_compared": not_here,
                 "default": operations.default_backend(),
                 "refused": operations.refused_backends(),
                 "copy_bytes_per_second": copy,
@@ -194,11 +179,13 @@ class Verify:
         batches = Batches()
         copy = copy_speed(_COPY_BYTES.get(jax.default_backend(), _LARGE_COPY), batches)
         speeds: list[Speed] = []
-        for backend in (BASE, *_right_backends(checks)):
+        wrong = {check.backend for check in checks if check.verdict > KernelVerdict.ROUNDING}
+        right = {check.backend for check in checks if check.is_right} - wrong - {BASE}
+        for backend in (BASE, *(name for name in self.backends if name in right)):
             for dtype in ("float32", "bfloat16"):
                 try:
                     speeds += measure_kernels(
-                        [backend], size, dtype=dtype, bits=5.0, copy=copy, batches=batches
+                        backend, size, dtype=dtype, bits=_METHOD.bits, copy=copy, batches=batches
                     )
                 except Exception as error:  # of any kind: it is that of a compiler
                     what = f"{type(error).__name__}: {error!s:.300}"
@@ -216,23 +203,15 @@ class Verify:
         """
         if len(devices) == 1:
             return [], []
-        mesh, settings = make_mesh(devices), parse_settings(DEFAULTS)
-        steps = len(settings) * (1 + self.repeats)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            tables.progress(console, "all-reduce", steps) as advance,
-        ):
+        settings = parse_settings(DEFAULTS)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            results = measure(settings, mesh, size, repeats=self.repeats, seed=0, done=advance)
-        sharing = workers_per_machine(mesh)
-        rows = [record(result, results, None, sharing) for result in results]
+            rows = measured_rows(
+                console, settings, make_mesh(devices), [size], repeats=self.repeats
+            )
         console.print(bench_table(rows))
         ours = [str(w.message) for w in caught if "dynamiq-jax verify" in str(w.message)]
         return rows, list(dict.fromkeys(ours))
-
-    def _problems_of_checks(self, checks: Sequence[KernelCheck]) -> list[str]:
-        least = KernelVerdict.DIFFERENT if self.allow_rounding else KernelVerdict.ROUNDING
-        return [f"{check.name}: {check.text}" for check in checks if check.verdict >= least]
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -243,51 +222,20 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
         raise CommandError(f"{option}: nothing to verify. Give some of {', '.join(known)}.")
 
 
-def _right_backends(checks: Sequence[KernelCheck]) -> list[str]:
-    """Return the backends besides the base that run here, and whose outputs are right."""
-    worst: dict[str, KernelVerdict] = {}
+def _checks_table(checks: Sequence[KernelCheck], how: str) -> Table:
+    backends = list(dict.fromkeys(check.backend for check in checks))
+    table = tables.table(f"Operations against the base, {how}", ("operation", "case"), backends)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for check in checks:
-        worst[check.backend] = max(check.verdict, worst.get(check.backend, KernelVerdict.ABSENT))
-    good = (KernelVerdict.SAME, KernelVerdict.ROUNDING)
-    return [name for name, verdict in worst.items() if name != BASE and verdict in good]
-
-
-def _not_compared(checks: Sequence[KernelCheck]) -> dict[str, str]:
-    """Return the backends that cannot run here, with the reasons."""
-    return {c.backend: c.text for c in checks if c.verdict == KernelVerdict.NOT_HERE}
-
-
-def _problems_of_sums(summed: Sequence[dict[str, Any]]) -> list[str]:
-    problems = []
-    for row in summed:
-        if not row["replicas_equal"]:
-            problems.append(f"{row['setting']}: workers do not hold the same bits")
-        if not row["vnmse"] <= _MOST_ERROR:
-            problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
-    return problems
-
-
-def _print_checks(console: Console, checks: Sequence[KernelCheck], *, interpret: bool) -> None:
-    """Print a table of the backends that run here, and the reasons against the others."""
-    reasons = _not_compared(checks)
-    here = list(dict.fromkeys(c.backend for c in checks if c.backend not in reasons))
-    for backend, reason in reasons.items():
-        console.print(f"{backend}: not compared: {reason}", highlight=False, soft_wrap=True)
-    if not here:
-        console.print("No kernel can run here. --interpret compares them all the same, slowly.")
-        return
-    how = "interpreted" if interpret else "compiled for this machine"
-    table = tables.table(f"Operations against the base, {how}", ("operation", "case"), here)
-    verdicts = {(c.operation, c.case, c.backend): c for c in checks}
-    for operation, case in dict.fromkeys((c.operation, c.case) for c in checks):
-        found = [verdicts[operation, case, backend] for backend in here]
-        table.add_row(operation, case, *(_cell(check) for check in found))
+        cells.setdefault((check.operation, check.case), {})[check.backend] = _cell(check)
+    for names, of_backends in cells.items():
+        table.add_row(*names, *(of_backends[backend] for backend in backends))
     table.caption = (
         "same: no byte differs. rounding: some do, by one step of the rounding of a single "
         "operation. -: the backend does not have it, and others do the work. Norms are compared to "
         "1e-5: the order of a sum is each backend's own."
     )
-    console.print(table)
+    return table
 
 
 def _cell(check: KernelCheck) -> str:
@@ -298,8 +246,8 @@ def _cell(check: KernelCheck) -> str:
 
 def _speed_table(speeds: Sequence[Speed], size: int, copy: float) -> Table:
     table = tables.table(
-        f"{format_size(size)} coordinates, 5 bits, one device; a copy of memory reads and writes "
-        f"{copy / 1e9:.3g} GB/s",
+        f"{format_size(size)} coordinates, {_METHOD.bits:g} bits, one device; a copy of memory "
+        f"reads and writes {copy / 1e9:.3g} GB/s",
         ("operation", "backend", "dtype"),
         ("time", "ns a coordinate", "of copy", "base takes"),
     )
@@ -327,15 +275,12 @@ def _pays_below(
 ) -> dict[str, float]:
     """Return the speed of a link below which compression pays, by what it is compared with."""
     if summed:
-        (row,) = (row for row in summed if row["setting"] == _METHOD)
-        return row["break_even"]
-    method = parse_setting(_METHOD).method
-    assert isinstance(method, DynamiQ)
+        return summed[-1]["break_even"]  # of the last one of `DEFAULTS`: DynamiQ
     of_backend: dict[str, dict[str, float]] = {}
     for speed in speeds:
         if speed.dtype == "float32":
             of_backend.setdefault(speed.backend, {})[speed.operation] = speed.seconds
-    rates = [rate_of_kernels(times, size, method) for times in of_backend.values()]
+    rates = [rate_of_kernels(times, size, _METHOD) for times in of_backend.values()]
     return {BF16_RING: max(rates)} if rates else {}
 
 
@@ -350,16 +295,3 @@ def _advice(pays: dict[str, float], *, alone: bool) -> str:
         texts.append(f"{where}, compared with {names[name]}")
     how = f" From the operations alone, for a ring of {RING_WORKERS}." if alone else ""
     return f"Compression pays here {'; '.join(texts)}.{how}"
-
-
-def _conclusion(checks: Sequence[KernelCheck], problems: Sequence[str]) -> str:
-    compared = [
-        c for c in checks if c.verdict not in (KernelVerdict.ABSENT, KernelVerdict.NOT_HERE)
-    ]
-    if problems:
-        return (
-            f"{len(problems)} of {len(compared)} outputs or sums are not right. The library does "
-            "not use a backend that fails its own check. Please attach the file of --json to an "
-            "issue."
-        )
-    return f"Right: {len(compared)} outputs of kernels, and all sums."

@@ -4,7 +4,9 @@ This module imports only what the library needs, as benchmarks run on machines w
 """
 
 import datetime
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,24 +15,16 @@ import numpy as np
 
 import dynamiq_jax
 from dynamiq_jax._api.keep_memory import memory_is_kept
-from dynamiq_jax._console.machine import cpu_name, num_cores, num_threads
 from pallas_kernels import operations
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Describe this machine and its software.
-
-    Args:
-      device: kind of the devices that were measured.
-
-    Returns:
-      Hardware, versions and date, as strings and numbers.
-    """
+    """Describe this machine, its software, and the kind of the devices that were measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "dynamiq_jax": dynamiq_jax.__version__,
         "device": device,
-        "cpu": cpu_name(),
+        "cpu": _cpu_name(),
         "cores": num_cores(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -47,8 +41,26 @@ def of_cpu_programs() -> dict[str, Any]:
       Threads of XLA, whether memory is kept between calls, and the line that names the codec. The
       first call may check the codec, which takes a second.
     """
+    # In the order in which XLA reads them.
+    threads = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC")
     return {
-        "threads": num_threads(),
+        "threads": int(threads) if threads else num_cores(),
         "memory_kept": memory_is_kept(),
         "codec": operations.default_backend(),
     }
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    """Return the model of the CPU, as well as the system knows it."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -25,19 +25,14 @@ def check_seed(seed: int) -> None:
 
 def check_finite(option: str, value: float | None, least: float) -> None:
     """Raise CommandError for a number that is too small or not finite. None is not given."""
-    if value is None:
-        return
-    check_least(option, value, least)
-    if value == math.inf:
-        raise CommandError(f"{option} is {value}: give a finite number.")
+    if value is not None:
+        check_least(option, value, least)
+        if value == math.inf:
+            raise CommandError(f"{option} is {value}: give a finite number.")
 
 
-def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
-    """Raise CommandError, before minutes of measuring, if results could not be written.
-
-    Causes are a missing folder, a path that cannot be written, an unknown format of the plot, and
-    missing matplotlib.
-    """
+def check_outputs(json_path: Path | None, plot_path: Path | None = None) -> None:
+    """Raise CommandError, before minutes of measuring, if results could not be written."""
     for option, path in (("--json", json_path), ("--plot", plot_path)):
         if path is None:
             continue

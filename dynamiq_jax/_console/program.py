@@ -3,19 +3,30 @@
 This module imports only what the library needs: a program can report what is not installed.
 """
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import operator
+import os
+import select
+import signal
 import sys
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NoReturn
 
 from dynamiq_jax._console.errors import CommandError, install_extra
-from dynamiq_jax._console.pipes import ending_with_reader
-from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 
 _NEEDED = ("tyro", "rich")
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """Signal that asked this command to end."""
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
 
 
 def run(name: str, commands: Callable[[], Any], description: str | None = None) -> None:
@@ -27,11 +38,6 @@ def run(name: str, commands: Callable[[], Any], description: str | None = None) 
         command is a dataclass: its fields are the options, and `run()` returns the exit status.
       description: text of the help; None for the docstring of the command.
     """
-    with ending_with_reader():
-        _run(name, commands, description)
-
-
-def _run(name: str, commands: Callable[[], Any], description: str | None) -> None:
     missing = [each for each in _NEEDED if importlib.util.find_spec(each) is None]
     if missing:
         sys.exit(
@@ -40,23 +46,70 @@ def _run(name: str, commands: Callable[[], Any], description: str | None) -> Non
         )
     import tyro
 
-    given = commands()
-    if not isinstance(given, Mapping):
-        command = tyro.cli(given, prog=name, description=description)
-    elif sys.argv[1:] and sys.argv[1] in given:
-        chosen = sys.argv[1]
-        command = tyro.cli(given[chosen], prog=f"{name} {chosen}", args=sys.argv[2:])
-    else:
-        command = tyro.cli(_listed(given), prog=name, description=description)
+    with ending_with_reader():
+        given = commands()
+        if not isinstance(given, Mapping):
+            command = tyro.cli(given, prog=name, description=description)
+        elif sys.argv[1:] and sys.argv[1] in given:
+            chosen = sys.argv[1]
+            command = tyro.cli(given[chosen], prog=f"{name} {chosen}", args=sys.argv[2:])
+        else:
+            command = tyro.cli(_listed(given), prog=name, description=description)
+        finish(name, command.run, "; everything it made is removed")
+
+
+def finish(name: str, call: Callable[[], int | None], when_stopped: str = "") -> NoReturn:
+    """Make a call, and exit with the status that it returns, or with its error as one line."""
     try:
         with stopping_cleanly():
-            status = command.run()
+            status = call()
     except CommandError as error:
         sys.exit(f"{name}: {error}")
     except Stopped as stopped:
-        print(f"{name}: {stopped}; everything it made is removed.", file=sys.stderr)
+        print(f"{name}: {stopped}{when_stopped}.", file=sys.stderr)
         sys.exit(128 + stopped.number)
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
+
+    So a command removes what it made, and nothing disturbs it.
+    """
+
+    def stop(number: int, _: Any) -> None:
+        for each in _STOP:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in _STOP}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """End as SIGPIPE would, without a traceback, if a reader such as `head` has ended before.
+
+    Other broken pipes are errors.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            raise
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _listed(commands: Mapping[str, Any]) -> Any:

@@ -11,14 +11,7 @@ from typing import Any
 
 
 def write(path: Path, environment: Mapping[str, Any], config: Mapping[str, Any], results: Any):
-    """Write results to a file.
-
-    Args:
-      path: the file.
-      environment: hardware, versions and date.
-      config: options of the run.
-      results: what was measured.
-    """
+    """Write results with their environment, see `environment`, and the options of the run."""
     write_json(path, {"environment": environment, "config": config, "results": results})
 
 

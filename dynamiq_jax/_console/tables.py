@@ -10,13 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pallas_kernels import operations
 from pallas_kernels._jax.compat import override
 
 
 class _Console(Console):
     @override
     def on_broken_pipe(self) -> None:
-        """Leave a reader that is gone to `pipes.ending_with_reader`."""
+        """Leave a reader that is gone to `program.ending_with_reader`."""
         # Rich calls this where it has caught the error.
         raise
 
@@ -82,6 +83,12 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for heading in right:
         made.add_column(heading, justify="right")
     return made
+
+
+def print_codec(to: Console) -> None:
+    """Print which backend runs the codec on this machine, and the reasons against others."""
+    line = f"By default, {operations.default_backend()}."
+    to.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def warn_unequal(to: Console, rows: Sequence[Mapping[str, Any]]) -> int:

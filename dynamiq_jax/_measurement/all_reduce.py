@@ -1,4 +1,4 @@
-"""Time and error of one all-reduce of made-up gradients over a mesh.
+"""One all-reduce over a mesh, compiled: sums, times, and whether workers get the same bits.
 
 The devices of the mesh may belong to this process or to several joined by `jax.distributed`; then
 all of them run the same calls in the same order.
@@ -6,6 +6,7 @@ all of them run the same calls in the same order.
 
 import time
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,35 +15,46 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from dynamiq_jax._measurement.devices import AXIS
+from dynamiq_jax._measurement.devices import AXIS, barrier
 from dynamiq_jax._measurement.gradients import worker_gradient
-from dynamiq_jax._measurement.joining import barrier
 from dynamiq_jax._measurement.settings import Setting
 
 
 class CompiledAllReduce:
-    """A compiled all-reduce of `gradients`, float32 [workers, size] split over the axis."""
+    """A setting, compiled for gradients of some shapes.
 
-    def __init__(self, setting: Setting, mesh: Mesh, gradients: Array):
-        def local(gradient: Array, seed: Array) -> Array:
-            return setting.all_reduce(gradient[0], AXIS, jax.random.key(seed))[None]
+    Args:
+      setting: how to sum.
+      mesh: the workers.
+      gradients: a tree of float32 arrays [workers, *shape].
+    """
+
+    def __init__(self, setting: Setting, mesh: Mesh, gradients: Any):
+        def local(tree: Any, seed: Array) -> Any:
+            mine = jax.tree.map(lambda leaf: leaf[0], tree)
+            sums = setting.all_reduce(mine, AXIS, jax.random.key(seed))
+            return jax.tree.map(lambda leaf: leaf[None], sums)
 
         # Each worker's own copy comes back, so that copies can be compared.
         mapped = jax.shard_map(
             local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
         )
-        self._gradients = gradients
-        self._function = jax.jit(mapped).lower(gradients, np.uint32(0)).compile()
+        self.sharding = NamedSharding(mesh, P(AXIS))
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
+            gradients,
+        )
+        self._function = jax.jit(mapped).lower(shapes, np.uint32(0)).compile()
 
-    def __call__(self, seed: int) -> Array:
-        """Sum the gradients and wait for the copies of all workers, float32 [workers, size]."""
-        return jax.block_until_ready(self._function(self._gradients, np.uint32(seed)))
+    def __call__(self, gradients: Any, seed: int) -> Any:
+        """Sum gradients that are split over the axis; return the copies of all workers."""
+        return jax.block_until_ready(self._function(gradients, np.uint32(seed)))
 
-    def seconds(self, seed: int) -> float:
+    def seconds(self, gradients: Any, seed: int) -> float:
         """Time one call, which starts on all processes at once."""
         barrier()
         start = time.perf_counter()
-        self(seed)
+        self(gradients, seed)
         return time.perf_counter() - start
 
 

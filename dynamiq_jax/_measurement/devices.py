@@ -1,71 +1,63 @@
-"""Devices of the workers, and their mesh."""
+"""Devices of the workers, their mesh, and the processes that have them.
+
+Processes join each other through `jax.distributed`, with time-outs. A process that dies closes its
+connections, and gloo raises in those that talk to it, at once. One that hangs, or whose link
+stalls, misses heartbeats; then JAX aborts all processes (SIGABRT), also those inside a collective,
+which has no time-out of its own.
+"""
 
 import platform
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
-
-from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.options import check_least
-from dynamiq_jax._measurement.joining import join, on_all_processes
+from numpy.typing import NDArray
 
 AXIS = "workers"
+START_TIMEOUT = 300  # seconds until all processes have to be there
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life: the others end
+SHUTDOWN_TIMEOUT = 10  # seconds that a process which ends waits for the others
 
 
-def worker_devices(
-    *,
-    cpu_devices: int | None = None,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    least: int = 2,
-) -> Sequence[jax.Device]:
-    """Set JAX up for a measurement, which has to precede its first use.
+def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Join the other processes.
+
+    JAX aborts this one (SIGABRT) if they have not come after `START_TIMEOUT`.
 
     Args:
-      cpu_devices: number of virtual CPU devices to use, even where there are accelerators.
-      coordinator: HOST:PORT of process 0 of those to join, or "auto".
-      num_processes: number of processes to join.
+      coordinator: HOST:PORT of process 0. Without it, `jax.distributed` finds out everything under
+        Slurm, MPI or Kubernetes.
+      num_processes: number of processes.
       process_id: index of this process.
-      least: number of devices that the measurement needs, 1 or 2.
-
-    Returns:
-      Devices of all processes, `least` or more.
 
     Raises:
-      CommandError: options that contradict each other, or too few devices.
+      ValueError, RuntimeError: arguments are missing, or JAX has computed something before.
     """
-    several = coordinator is not None
-    joining = (num_processes, process_id)
-    if not several and joining != (None, None):
-        raise CommandError(
-            "--num-processes and --process-id are given, but no --coordinator. Give the HOST:PORT "
-            "of process 0."
-        )
-    if several and coordinator != "auto" and None in joining:
-        raise CommandError(
-            f"--coordinator is {coordinator}, but --num-processes is {num_processes} and "
-            f"--process-id is {process_id}: give all three, or --coordinator auto."
-        )
-    if cpu_devices is not None:
-        check_least("--cpu-devices", cpu_devices, 1)
-        jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", cpu_devices or (1 if several else 8))
-    if several:
-        try:
-            join(None if coordinator == "auto" else coordinator, num_processes, process_id)
-        except (ValueError, RuntimeError) as error:
-            raise CommandError(f"--coordinator is {coordinator}: {error}") from None
-    devices = jax.devices()
-    if len(devices) < least:
-        raise CommandError(
-            f"there is one device ({devices[0].device_kind}), and nothing to exchange. Give "
-            "--cpu-devices 8 for virtual CPU devices, or join processes with --coordinator."
-        )
-    return devices
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=START_TIMEOUT,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+    )
+
+
+def barrier() -> None:
+    """Wait until all processes are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("dynamiq_jax._measurement")
+
+
+def on_all_processes(values: Sequence[float], dtype: Any) -> NDArray[Any]:
+    """Gather as many numbers from each process, [processes, len(values)]."""
+    local = np.asarray(values, dtype)
+    return np.asarray(multihost_utils.process_allgather(local)).reshape(-1, local.size)
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -77,11 +77,6 @@ def load(path: Path) -> dict[str, Gradients]:
     return steps
 
 
-def num_workers(gradients: Gradients) -> int:
-    """Return the number of workers."""
-    return len(next(iter(gradients.values())))
-
-
 def of_workers(gradients: Gradients, count: int) -> Gradients:
     """Return the gradients of the first workers."""
     return {name: leaf[:count] for name, leaf in gradients.items()}
@@ -94,7 +89,7 @@ def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]
     """
     for count in counts:
         for step, gradients in steps.items():
-            there = num_workers(gradients)
+            there = len(next(iter(gradients.values())))
             if there < count:
                 raise CommandError(
                     f"--workers: {count}, but {path} holds the gradients of {there}. Give at most "
@@ -138,25 +133,19 @@ def _read(path: Path) -> Mapping[str, NDArray]:
             f"--gradients {path}: safetensors is not installed: {install_extra('cli')}"
         )
     try:
-        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return load_file(path)
+        # Opened here, as NumPy leaves a damaged one open.
+        with path.open("rb") as file, np.load(file) as members:
+            arrays = dict(members)
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):  # but the bytes of another file
+                raise ValueError(f"its member {name!r} is no .npy file")
+        return arrays
     except Exception as error:  # a damaged file ends in any kind
         raise CommandError(
             f"--gradients {path}: cannot be read as {path.suffix}: {str(error)!r}. Give a file "
             f"that {_WRITERS[path.suffix]} wrote."
         ) from None
-
-
-def _read_npz(path: Path) -> Mapping[str, NDArray]:
-    # Opened here, as NumPy leaves a damaged one open.
-    with path.open("rb") as file, np.load(file) as members:
-        arrays = dict(members)
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # but the bytes of another file
-            raise ValueError(f"its member {name!r} is no .npy file")
-    return arrays
-
-
-def _read_safetensors(path: Path) -> Mapping[str, NDArray]:
-    from safetensors import numpy as safetensors
-
-    return safetensors.load_file(path)

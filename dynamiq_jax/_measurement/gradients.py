@@ -1,5 +1,7 @@
 """Made-up gradients of workers that resemble those of a language model."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,18 +48,9 @@ def worker_gradient(
 
 
 def worker_gradients(
-    num_workers: int,
-    size: int,
-    seed: int,
-    *,
-    agreement: float = 0.5,
-    octaves: float = 2.5,
-    tail: int | None = None,
+    num_workers: int, size: int, seed: int, **statistics: Any
 ) -> NDArray[np.float32]:
     """Draw the gradients of all workers, float32 [num_workers, size]; see `worker_gradient`."""
     return np.stack(
-        [
-            worker_gradient(worker, size, seed, agreement=agreement, octaves=octaves, tail=tail)
-            for worker in range(num_workers)
-        ]
+        [worker_gradient(worker, size, seed, **statistics) for worker in range(num_workers)]
     )

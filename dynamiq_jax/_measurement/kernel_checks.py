@@ -5,7 +5,7 @@ import dataclasses
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dynamiq_jax._measurement.joining import on_all_processes
+from dynamiq_jax._measurement.devices import on_all_processes
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import modes, registry
 from pallas_kernels._jax.own_thread import in_own_thread
-from pallas_kernels.differences import Difference, compare
+from pallas_kernels.differences import compare
 from pallas_kernels.trial import CALLS, Trial, make_trial
 
 BASE = registry.BASE.name
@@ -93,6 +93,15 @@ class KernelCheck:
         """Backend and operation, with the case."""
         return f"{self.backend}: {self.operation} ({self.case}, {self.dtype})"
 
+    @property
+    def is_right(self) -> bool:
+        """Whether there is an output, up to rounding that of the base."""
+        return self.verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
+
+    def ended(self, verdict: KernelVerdict, text: str) -> "KernelCheck":
+        """Return this check with another outcome."""
+        return dataclasses.replace(self, verdict=verdict, text=text)
+
 
 def check_kernels(
     backends: Sequence[str],
@@ -114,8 +123,7 @@ def check_kernels(
       done: called with a text after every operation.
 
     Returns:
-      A check of every operation of every backend in every case, in this order of nesting: cases,
-      backends, operations.
+      A check of every operation of every backend in every case: cases are the outer loop.
     """
     pairs = [(backend, operation) for backend in backends for operation in CALLS]
     checks: list[KernelCheck] = []
@@ -143,20 +151,12 @@ def worst_of_processes(checks: Sequence[KernelCheck]) -> list[KernelCheck]:
         verdict = KernelVerdict(int(verdicts.max()))
         if verdict > check.verdict:
             where = ", ".join(map(str, np.flatnonzero(verdicts == verdict)))
-            check = dataclasses.replace(check, verdict=verdict, text=f"in process {where}")
-        elif (
-            verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
-            and len({*checksums.tolist()}) > 1
-        ):
+            check = check.ended(verdict, f"in process {where}")
+        elif check.is_right and len({*checksums.tolist()}) > 1:
             text = "the bytes of this output differ between processes"
-            check = dataclasses.replace(check, verdict=KernelVerdict.DIFFERENT, text=text)
+            check = check.ended(KernelVerdict.DIFFERENT, text)
         worst.append(check)
     return worst
-
-
-def reason_against(backend: str) -> str:
-    """Return the reason why a backend cannot run on this machine, or nothing if it can."""
-    return registry.BACKENDS[backend].why_not_here() or ""
 
 
 class _CaseRun:
@@ -174,44 +174,47 @@ class _CaseRun:
     def check(self, backend: str, operation: str) -> KernelCheck:
         """Compare one operation of a backend."""
         check = KernelCheck(backend, operation, self._name, self._case.dtype, KernelVerdict.SAME)
+        kernels, device = registry.BACKENDS[backend], self._device
         with self._mode():
-            reason = reason_against(backend)
-        on_cpu = _cpu_device() if backend == BASE else None
-        if backend == BASE and on_cpu in (None, self._device):
-            reason = "the base, with which others are compared"
+            reason = kernels.why_not_here()
+        if backend == BASE:
+            device = _cpu_device() or device
+            if device == self._device:
+                reason = "the base, with which others are compared"
         if reason:
-            return dataclasses.replace(check, verdict=KernelVerdict.NOT_HERE, text=reason)
-        if registry.BACKENDS[backend].derives(CALLS[operation]):
-            return dataclasses.replace(check, verdict=KernelVerdict.ABSENT)
+            return check.ended(KernelVerdict.NOT_HERE, reason)
+        if kernels.derives(CALLS[operation]):
+            return check.ended(KernelVerdict.ABSENT, "")
         try:
             if reason := in_own_thread(lambda: self._not_taken(backend, operation), self._timeout):
-                return dataclasses.replace(check, verdict=KernelVerdict.ABSENT, text=reason)
+                return check.ended(KernelVerdict.ABSENT, reason)
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
             ours, again = in_own_thread(
-                lambda: self._run(backend, operation, on_cpu or self._device), self._timeout
+                lambda: self._run(backend, operation, device), self._timeout
             )
             found = compare(ours, base, self._trial.layout, self._trial.widths)
         except Exception as error:  # of any kind: it is that of a compiler
             text = f"{type(error).__name__}: {str(error).strip():.300}"
-            return dataclasses.replace(check, verdict=KernelVerdict.FAILED, text=text)
+            return check.ended(KernelVerdict.FAILED, text)
         if ours.tobytes() != again.tobytes():  # a race, or memory that nothing wrote
             text = "its output differs from one run to the next"
-            return dataclasses.replace(check, verdict=KernelVerdict.DIFFERENT, text=text)
+            return check.ended(KernelVerdict.DIFFERENT, text)
+        if found.differing:
+            verdict = KernelVerdict.ROUNDING if found.is_rounding else KernelVerdict.DIFFERENT
+            check = check.ended(verdict, found.text)
         return dataclasses.replace(
             check,
-            verdict=_verdict(found),
             compared=found.compared,
             differing=found.differing,
-            text=found.text if found.differing else "",
             checksum=zlib.crc32(ours.tobytes()),
         )
 
-    def _not_taken(self, backend: str, operation: str) -> str:
-        """Return the reason why a backend does not take the case, or nothing if it does."""
+    def _not_taken(self, backend: str, operation: str) -> str | None:
+        """Return the reason why a backend does not take the case, if it does not."""
         call = self._trial.calls(self._messages())[operation]
         with self._mode():
             kernels = registry.BACKENDS[backend]
-            return kernels.why_not_for(call.operation, *call.arrays, **call.static) or ""
+            return kernels.why_not_for(call.operation, *call.arrays, **call.static)
 
     def _of_base(self, operation: str) -> np.ndarray:
         with self._locks[operation]:
@@ -241,17 +244,8 @@ class _CaseRun:
                 self._known[_MESSAGES] = np.asarray(sent)
             return self._known[_MESSAGES]
 
-    @contextlib.contextmanager
-    def _mode(self) -> Iterator[None]:
-        interpreting = modes.without_gpu("interpret")
-        with interpreting if self._interpret else contextlib.nullcontext():
-            yield
-
-
-def _verdict(found: Difference) -> KernelVerdict:
-    if not found.differing:
-        return KernelVerdict.SAME
-    return KernelVerdict.ROUNDING if found.is_rounding else KernelVerdict.DIFFERENT
+    def _mode(self) -> contextlib.AbstractContextManager[None]:
+        return modes.without_gpu("interpret") if self._interpret else contextlib.nullcontext()
 
 
 def _cpu_device() -> jax.Device | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dynamiq_jax._measurement.batches import Batches
-from dynamiq_jax._measurement.device_gradients import device_gradient
+from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import operations
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places, place_rows
@@ -24,6 +24,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "decompress": operations.decompress,
 }
 STEPS = tuple(_OPERATIONS)
+_DRAWN = 2**20  # coordinates of a gradient that are drawn, and repeated up to its size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,18 +54,12 @@ def copy_speed(num_bytes: int, batches: Batches) -> float:
 
 
 def measure_kernels(
-    backends: Sequence[str],
-    size: int,
-    *,
-    dtype: str,
-    bits: float,
-    copy: float,
-    batches: Batches,
+    backend: str, size: int, *, dtype: str, bits: float, copy: float, batches: Batches
 ) -> list[Speed]:
-    """Time the operations of backends on a chunk of `size` coordinates.
+    """Time the operations of a backend on a chunk of a gradient.
 
     Args:
-      backends: names of backends, all of which can run here.
+      backend: name of a backend that can run here.
       size: coordinates of the chunk.
       dtype: of the gradient.
       bits: of a coordinate on the wire.
@@ -72,27 +67,24 @@ def measure_kernels(
       batches: number and length of batches.
     """
     layout = DynamiQ(bits=bits).layout(size, num_chunks=1)
-    arguments = _arguments(layout, dtype)
     speeds = []
-    for backend in backends:
-        for operation in STEPS:
-            program = operation_of(operation, backend, layout)
-            compiled = jax.jit(program).lower(*arguments[operation]).compile()
-            timing = batches.time(compiled, [arguments[operation]])
-            moved, seconds = least_bytes(operation, layout, dtype), timing["us"] / 1e6
-            speeds.append(
-                Speed(
-                    backend=backend,
-                    operation=operation,
-                    size=size,
-                    dtype=dtype,
-                    bits=bits,
-                    seconds=seconds,
-                    spread=timing["spread"],
-                    bytes_per_coordinate=moved,
-                    of_copy=moved * size / seconds / copy,
-                )
+    for operation, arguments in _arguments(layout, dtype).items():
+        compiled = jax.jit(operation_of(operation, backend, layout)).lower(*arguments).compile()
+        timing = batches.time(compiled, [arguments])
+        moved, seconds = least_bytes(operation, layout, dtype), timing["us"] / 1e6
+        speeds.append(
+            Speed(
+                backend=backend,
+                operation=operation,
+                size=size,
+                dtype=dtype,
+                bits=bits,
+                seconds=seconds,
+                spread=timing["spread"],
+                bytes_per_coordinate=moved,
+                of_copy=moved * size / seconds / copy,
             )
+        )
     return speeds
 
 
@@ -108,10 +100,7 @@ def places_of(norms: jax.Array, *, layout: Layout) -> Places:
 
 
 def least_bytes(operation: str, layout: Layout, dtype: str) -> float:
-    """Return the bytes that a coordinate has to move at least.
-
-    They are those of every input, read once, and of every output, written once.
-    """
+    """Return the bytes of a coordinate of every input, read once, and output, written once."""
     local = jnp.dtype(dtype).itemsize
     wire = layout.payload_bytes / (layout.rows_per_chunk * SUPER_GROUP_SIZE)
     order = 4 / SUPER_GROUP_SIZE
@@ -127,7 +116,8 @@ def least_bytes(operation: str, layout: Layout, dtype: str) -> float:
 def _arguments(layout: Layout, dtype: str) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of every operation, made by the base."""
     mine, other = (
-        layout.as_rows(device_gradient(worker, layout.size, 0, dtype)) for worker in range(2)
+        layout.as_rows(jnp.resize(jnp.asarray(drawn, dtype), (layout.size,)))
+        for drawn in worker_gradients(2, min(layout.size, _DRAWN), seed=0)
     )
     norms = operation_of("statistics", "xla", layout)(mine)
     places = jax.jit(functools.partial(places_of, layout=layout))(norms)

@@ -15,7 +15,7 @@ from dynamiq_jax._measurement.all_reduce import (
     make_gradients,
     relative_error,
 )
-from dynamiq_jax._measurement.joining import on_all_processes
+from dynamiq_jax._measurement.devices import on_all_processes
 from dynamiq_jax._measurement.settings import Setting
 
 
@@ -50,33 +50,28 @@ def measure(
 ) -> list[Measurement]:
     """Measure settings at one size, in turns so that a change of the machine's load meets all.
 
-    Args:
-      settings: what to measure.
-      mesh: the workers.
-      size: float32 coordinates of every worker.
-      repeats: timed calls of each setting.
-      seed: chooses gradients and rounding.
-      done: called with a text after every compilation and every timed call.
+    `seed` chooses gradients and rounding. `done` is called with a text after every compilation and
+    every timed call.
     """
     gradients = make_gradients(mesh, size, seed)
     truth = exact_sum(mesh.size, size, seed)
-    functions, errors, equal = [], [], []
+    functions, found = [], []
     for setting in settings:
         functions.append(CompiledAllReduce(setting, mesh, gradients))
-        result = functions[-1](seed)
-        errors.append(relative_error(result, truth))
-        equal.append(len(np.unique(on_all_processes(checksums(result), np.uint32))) == 1)
+        result = functions[-1](gradients, seed)
+        equal = len(np.unique(on_all_processes(checksums(result), np.uint32))) == 1
+        found.append((relative_error(result, truth), equal))
         done(f"compiled {setting.name}")
-    seconds: list[list[float]] = [[] for _ in settings]
+    seconds = np.zeros((len(settings), repeats), np.float32)
     for repeat in range(repeats):
-        for setting, function, times in zip(settings, functions, seconds, strict=True):
-            times.append(function.seconds(seed + 1 + repeat))
+        for index, setting in enumerate(settings):
+            seconds[index, repeat] = functions[index].seconds(gradients, seed + 1 + repeat)
             done(f"timed {setting.name}")
-    slowest = on_all_processes([t for times in seconds for t in times], np.float32).max(axis=0)
+    slowest = on_all_processes(seconds.reshape(-1).tolist(), np.float32).max(axis=0)
+    times_of_each = slowest.reshape(seconds.shape).tolist()
     results = []
-    for index, setting in enumerate(settings):
+    for setting, times, (vnmse, equal) in zip(settings, times_of_each, found, strict=True):
         report = setting.wire_report(size, mesh.size)
-        times = [float(t) for t in slowest.reshape(len(settings), repeats)[index]]
         results.append(
             Measurement(
                 setting=setting.name,
@@ -86,8 +81,8 @@ def measure(
                 repeats=tuple(times),
                 bytes_per_worker=report.bytes_per_worker,
                 bits=32.0 if math.isnan(report.bits) else report.bits,
-                vnmse=errors[index],
-                replicas_equal=equal[index],
+                vnmse=vnmse,
+                replicas_equal=equal,
             )
         )
     return results

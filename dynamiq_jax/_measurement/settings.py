@@ -37,9 +37,12 @@ _DEFAULT_TOPOLOGY = "ring"
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A method and a topology, or neither for `jax.lax.psum`."""
+    """A method and a topology, or neither for `jax.lax.psum`.
 
-    name: str  # as the user wrote it
+    Settings that do the same are equal, however they are written.
+    """
+
+    name: str = dataclasses.field(compare=False)  # as the user wrote it
     method: Method | None = None
     topology: Topology | None = None
 
@@ -71,15 +74,6 @@ class Setting:
                 f"--settings: {self.name!r} with {num_workers} workers: {error}"
             ) from None
 
-    def same_as(self, other: "Setting") -> bool:
-        """Return whether both do the same, however they are written."""
-        return (self.method, self.topology) == (other.method, other.topology)
-
-
-def is_same(text: str, other: str) -> bool:
-    """Return whether two settings do the same, however they are written."""
-    return parse_setting(text).same_as(parse_setting(other))
-
 
 def grammar() -> str:
     """Describe settings, for help and errors."""
@@ -99,7 +93,7 @@ def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Set
     settings: list[Setting] = []
     for text in texts:
         setting = parse_setting(text, option)
-        twin = next((other for other in settings if setting.same_as(other)), None)
+        twin = next((other for other in settings if other == setting), None)
         if twin:
             raise CommandError(f"{option}: {text!r} does the same as {twin.name!r}. Give it once.")
         settings.append(setting)

@@ -4,19 +4,18 @@ They run the program that real workers run.
 """
 
 import dataclasses
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from dynamiq_jax._console.machine import num_cores
-from dynamiq_jax._measurement.devices import AXIS, make_mesh
+from dynamiq_jax._console.environment import num_cores
+from dynamiq_jax._measurement.all_reduce import CompiledAllReduce, checksums
+from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.gradient_files import Gradients
 from dynamiq_jax._measurement.settings import Setting
 
@@ -68,23 +67,7 @@ class Simulation:
                 f"gradients are of {num_workers} workers, but there are {len(devices)} devices. "
                 "Call make_devices before anything else of JAX."
             )
-        mesh = make_mesh(devices[:num_workers])
-        self._split = NamedSharding(mesh, P(AXIS))
-
-        def local(tree: Gradients, seed: Array) -> Gradients:
-            mine = {name: leaf[0] for name, leaf in tree.items()}
-            sums = setting.all_reduce(mine, AXIS, jax.random.key(seed))
-            return {name: leaf[None] for name, leaf in sums.items()}
-
-        # Each worker's own copy comes back, so that copies can be compared.
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
-        )
-        shapes = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._split)
-            for name, leaf in gradients.items()
-        }
-        self._function = jax.jit(mapped).lower(shapes, np.uint32(0)).compile()
+        self._compiled = CompiledAllReduce(setting, make_mesh(devices[:num_workers]), gradients)
 
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
@@ -97,13 +80,13 @@ class Simulation:
 
     def sums(self, gradients: Gradients, seed: int) -> Summed:
         """Sum gradients once."""
-        on_devices = jax.device_put(gradients, self._split)
+        on_devices = jax.device_put(gradients, self._compiled.sharding)
         start = time.perf_counter()
-        sums = jax.block_until_ready(self._function(on_devices, np.uint32(seed)))
+        sums = self._compiled(on_devices, seed)
         seconds = time.perf_counter() - start
-        copies = {name: _copies(leaf) for name, leaf in sums.items()}
-        equal = all(map(_equal_bits, copies.values()))
-        return Summed({name: each[0] for name, each in copies.items()}, seconds, equal)
+        first = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data)[0], sums)
+        equal = all(len({*checksums(leaf)}) == 1 for leaf in sums.values())
+        return Summed(first, seconds, equal)
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
@@ -111,18 +94,18 @@ def codec_ns(seconds: float, size: int, num_workers: int) -> float:
     return 1e9 * seconds * num_cores() / (size * num_workers)
 
 
-def _copies(stacked: Array) -> list[NDArray]:
-    """Return the copy of every worker, from [workers, *shape]."""
-    return [np.asarray(shard.data)[0] for shard in stacked.addressable_shards]
-
-
-def _equal_bits(copies: Sequence[NDArray]) -> bool:
-    return all(np.array_equal(copies[0].view(np.uint32), each.view(np.uint32)) for each in copies)
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of the positive ones of several values; 0 if there is none."""
+    positive = [value for value in values if value > 0]
+    return math.exp(sum(map(math.log, positive)) / len(positive)) if positive else 0.0
 
 
 def relative_errors(estimate: NDArray, truth: NDArray) -> NDArray[np.float64]:
     """Return the squared error over the squared norm of each group of 256 that is not zero."""
-    squared, norms = (_of_groups(x) for x in ((estimate - truth) ** 2, truth**2))
+    squared, norms = (
+        np.pad(values, (0, -values.size % _GROUP)).reshape(-1, _GROUP).sum(axis=1)
+        for values in ((estimate - truth) ** 2, truth**2)
+    )
     return squared[norms > 0] / norms[norms > 0]
 
 
@@ -134,10 +117,6 @@ def _errors(estimate: NDArray, truth: NDArray) -> tuple[float, float, float, flo
         float(np.mean(relative > 0.5)),
         estimate @ truth / (truth @ truth),
     )
-
-
-def _of_groups(values: NDArray) -> NDArray:
-    return np.pad(values, (0, -values.size % _GROUP)).reshape(-1, _GROUP).sum(axis=1)
 
 
 def _flat(tree: Gradients) -> NDArray:

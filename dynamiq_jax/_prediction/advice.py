@@ -12,19 +12,21 @@ from dynamiq_jax._prediction.cost_model import (
     predict,
     predict_exact,
 )
-from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
-from dynamiq_jax._prediction.tpus import LINKS, UTILIZATION, hiding_tokens
+from dynamiq_jax._prediction.device_speeds import (
+    CODEC_SPEEDS,
+    SUM_SPEEDS,
+    TPU_LINKS,
+    UTILIZATION,
+    DeviceKind,
+    hiding_tokens,
+)
 from dynamiq_jax.methods import Axis, Call
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, Topology
+from dynamiq_jax.topologies import TOPOLOGIES
 
 _WORTH_IT = 1.05  # a step that gains less is not worth another moving part
 _TIE = 1.02  # steps whose times differ by less are as fast: the first topology is the default
 _ITEM_BYTES = {"f32": 4, "bf16": 2}
-_TOPOLOGIES: dict[str, Topology] = {
-    "ring": Ring(),
-    "butterfly": Butterfly(),
-    "all_to_all": AllToAll(),
-}
+_TOPOLOGIES = {name: make() for name, make in TOPOLOGIES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,24 +81,23 @@ def predictions(question: Question) -> list[Option]:
 
 
 def advice(question: Question, options: list[Option]) -> str:
-    """Write one paragraph, with the markup of rich, that says what to do and why.
-
-    Args:
-      question: the question.
-      options: its predictions.
-    """
+    """Write one paragraph, with the markup of rich, on what to do and why, from predictions."""
     plain, *compressed = options
     if not compressed:
         return "Nothing to advise: --bits is empty."
     best = _best(_considered(compressed))
     gain = plain.step / best.step
     if gain < _WORTH_IT:
+        if plain.step <= _WORTH_IT * question.step_seconds:
+            why = "the all-reduce adds at most 5% to a step"
+        elif gain < 1:
+            why = "the codec takes longer than the shorter transfer saves"
+        else:
+            why = "the gain is below 5%"
         return (
             f"[bold]Do not compress.[/bold] At {format_rate(1e9 * question.network.gbit_per_s)}, "
             f"{best.name}, would make a step of {format_seconds(plain.step)} take "
-            f"{format_seconds(best.step)} ({gain:.2f}x): "
-            f"{_reason_against(question, plain, gain)}."
-            f"{_rule_of_thumb(question)}"
+            f"{format_seconds(best.step)} ({gain:.2f}x): {why}.{_rule_of_thumb(question)}"
         )
     needs = (
         " It needs a network that carries all-to-all traffic at full speed."
@@ -111,20 +112,10 @@ def advice(question: Question, options: list[Option]) -> str:
     )
 
 
-def _reason_against(question: Question, plain: Option, gain: float) -> str:
-    """Write why to leave a step as it is, if compression makes it less than 5% faster."""
-    if plain.step <= _WORTH_IT * question.step_seconds:
-        return "the all-reduce adds at most 5% to a step"
-    if gain < 1:
-        return "the codec takes longer than the shorter transfer saves"
-    return "the gain is below 5%"
-
-
 def topologies_in_order(options: list[Option]) -> str:
     """Write one line with the predicted times of all topologies, and the one to give.
 
-    Args:
-      options: predictions of a question. The line is empty if no budget is among them.
+    It is empty if no budget is among the predictions.
     """
     if not (considered := _considered(options[1:])):
         return ""
@@ -156,7 +147,7 @@ def _best(considered: list[Option]) -> Option:
 
 def _rule_of_thumb(question: Question) -> str:
     """Write, for slices of TPUs, from which batch on the network hides anyway."""
-    if question.device not in LINKS:
+    if question.device not in TPU_LINKS:
         return ""
     rate = 1e9 * question.network.gbit_per_s / question.network.devices_per_host
     item_bytes = _ITEM_BYTES[question.gradient]
@@ -171,13 +162,8 @@ def _rule_of_thumb(question: Question) -> str:
 def _plain(question: Question) -> Option:
     parts, item_bytes = question.network.devices_per_host, _ITEM_BYTES[question.gradient]
     size, workers, network = _of_a_part(question, parts)
-    time = predict_exact(
-        size,
-        workers,
-        network=network,
-        codec=SUM_SPEEDS[question.device],
-        item_bytes=item_bytes,
-    )
+    speed = SUM_SPEEDS[question.device]
+    time = predict_exact(size, workers, network=network, codec=speed, item_bytes=item_bytes)
     time = _after_inside(question, parts, time)
     sent = 2 * (workers - 1) * -(-size * item_bytes // workers)
     return Option(

@@ -9,7 +9,7 @@ import jax
 
 import dynamiq_jax as dq
 from dynamiq_jax._measurement.measure import Measurement
-from dynamiq_jax._measurement.settings import BF16_RING, PSUM, is_same
+from dynamiq_jax._measurement.settings import BF16_RING, PSUM, parse_setting
 from dynamiq_jax.methods import DynamiQ
 
 RING_WORKERS = 8  # of the ring that the times of single operations stand for
@@ -42,13 +42,9 @@ def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int
 def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) -> float:
     """Return the link speed, in bits a second, below which a ring beats one of BF16.
 
-    Of `RING_WORKERS` workers, from the times of single operations, for a machine with one device.
-    The sums of the BF16 ring count as free, so that the true speed is higher.
-
-    Args:
-      seconds: time of each operation on `size` coordinates.
-      size: coordinates of the bucket.
-      method: the method.
+    Of `RING_WORKERS` workers, from the times of single operations on `size` coordinates, for a
+    machine with one device. The sums of the BF16 ring count as free, so that the true speed is
+    higher.
     """
     others = (RING_WORKERS - 1) / RING_WORKERS
     codec = seconds["statistics"] + seconds["decompress"] + others * seconds["hop"]
@@ -79,25 +75,25 @@ def record(
       A row for tables and the JSON file.
     """
     codec = _codec_seconds(result, link)
-    row = dataclasses.asdict(result) | {
-        "bandwidth": result.bandwidth,
-        "codec_seconds": codec,
-        # `CodecSpeed.ns_per_coordinate`: of a worker that has the machine for itself.
-        "codec_ns": 1e9 * codec / (result.size * sharing),
-        "break_even": {},
-    }
+    setting, break_even = parse_setting(result.setting), {}
     for name in (PSUM, BF16_RING):
+        baseline = parse_setting(name)
         for other in results:
-            if other.size != result.size or not is_same(other.setting, name):
-                continue
-            if other.setting != result.setting:
-                row["break_even"][name] = break_even_rate(
+            is_baseline = other.size == result.size and parse_setting(other.setting) == baseline
+            if is_baseline and setting != baseline:
+                break_even[name] = break_even_rate(
                     codec,
                     result.bytes_per_worker,
                     _codec_seconds(other, link),
                     other.bytes_per_worker,
                 )
-    return row
+    return dataclasses.asdict(result) | {
+        "bandwidth": result.bandwidth,
+        "codec_seconds": codec,
+        # `CodecSpeed.ns_per_coordinate`: of a worker that has the machine for itself.
+        "codec_ns": 1e9 * codec / (result.size * sharing),
+        "break_even": break_even,
+    }
 
 
 def _codec_seconds(result: Measurement, link: float | None) -> float:

@@ -2,23 +2,33 @@
 
 from typing import NamedTuple
 
+from dynamiq_jax.islands import Sparse
+
 SHARE = 0.1  # of the time of the local steps that an exchange may take
 # Times of exchanges over real links, relative to the formula: 1.25 to 1.66 in reports of others.
 MARGINS = (1.25, 1.66)
-SPARSE = 0.25  # bits of a coordinate in a message of `islands.Sparse`
-# Rounds to one loss with those messages, relative to exact ones; messages of 3 and 4 bits take as
-# many as exact ones: benchmarks/results/islands_rounds.json.
-SPARSE_ROUNDS = 1.21
-# Nanoseconds a coordinate of encoding a message, and of decoding one, on two cores of a CPU:
-# benchmarks/results/islands_codec.json.
-SPARSE_NS, DENSE_NS = (9.6, 0.8), (2.4, 1.4)
 _DAY = 86400.0
 
 
-class IslandRounds(NamedTuple):
-    """Prediction for messages of some bits."""
+class Message(NamedTuple):
+    """A kind of message. By default, it is of some bits for every coordinate."""
 
-    bits: float
+    bits: float  # of a coordinate
+    # Nanoseconds a coordinate on two cores of a CPU: benchmarks/results/islands_codec.json.
+    encode_ns: float = 2.3
+    decode_ns: float = 1.4
+    # To one loss, relative to exact messages: benchmarks/results/islands_rounds.json. Messages of 3
+    # and 4 bits take as many.
+    rounds: float = 1.0
+
+
+SPARSE = Message(Sparse().bits_a_coordinate, encode_ns=9.7, decode_ns=0.9, rounds=1.21)
+
+
+class IslandRounds(NamedTuple):
+    """Prediction for a kind of message."""
+
+    message: Message
     rate: float  # bits a second at which an exchange takes `SHARE` of a round
     computing: tuple[float, float]  # least and largest share of the time in local steps
     message_bytes: float
@@ -27,7 +37,7 @@ class IslandRounds(NamedTuple):
 
 
 def island_rounds(
-    size: int, islands: int, bits: float, seconds: float, link: float, on_cpu: bool = False
+    size: int, islands: int, message: Message, seconds: float, link: float, on_cpu: bool = False
 ) -> IslandRounds:
     """Predict rounds of `islands.Islands`.
 
@@ -36,24 +46,22 @@ def island_rounds(
     Args:
       size: parameters.
       islands: number of islands.
-      bits: of a coordinate in a message.
+      message: what each sends.
       seconds: of the local steps of a round.
       link: bits a second of each island.
       on_cpu: whether CPUs encode and decode. Elsewhere, that time is left out.
     """
-    encode, decode = SPARSE_NS if bits == SPARSE else DENSE_NS
-    coding = 1e-9 * size * (encode + islands * decode) if on_cpu else 0.0
-    received = size * bits * (islands - 1)
-    rounds = [seconds + coding + margin * received / link for margin in reversed(MARGINS)]
-    message = size * bits / 8
-    mean = sum(rounds) / 2
+    coding = 1e-9 * size * (message.encode_ns + islands * message.decode_ns) if on_cpu else 0.0
+    received = size * message.bits * (islands - 1)
+    shortest, longest = (seconds + coding + margin * received / link for margin in MARGINS)
+    message_bytes = size * message.bits / 8
     return IslandRounds(
-        bits=bits,
+        message=message,
         rate=received / (SHARE * seconds),
-        computing=(seconds / rounds[0], seconds / rounds[1]),
-        message_bytes=message,
-        bytes_a_day=islands * message * _DAY / rounds[1],
-        to_loss=mean * (SPARSE_ROUNDS if bits == SPARSE else 1.0),
+        computing=(seconds / longest, seconds / shortest),
+        message_bytes=message_bytes,
+        bytes_a_day=islands * message_bytes * _DAY / shortest,
+        to_loss=message.rounds * (shortest + longest) / 2,
     )
 
 

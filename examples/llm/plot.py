@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamiq_jax._console.plots import figure_of
 from examples.llm.run import Record
 
 # Exact below compressed, and wide enough to be seen.
@@ -19,17 +18,18 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[Record]]) -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    with figure_of(path, 1, 1) as (figure, axes):
-        figure.set_size_inches(7, 3.5)
-        figure.set_layout_engine("constrained")
-        axis = axes[0, 0]
-        for (name, records), style in zip(runs.items(), _STYLES[-len(runs) :], strict=True):
-            axis.plot(*_points(records, "loss"), label=name, **style)
-            held_out = _points(records, "evaluation_loss")
-            axis.plot(*held_out, "o", label=f"{name}, held out", **style)
-        axis.set(xlabel="step", ylabel="loss")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axis = figure.subplots()
+    for (name, records), style in zip(runs.items(), _STYLES[-len(runs) :], strict=True):
+        axis.plot(*_points(records, "loss"), label=name, **style)
+        held_out = _points(records, "evaluation_loss")
+        axis.plot(*held_out, "o", label=f"{name}, held out", **style)
+    axis.set(xlabel="step", ylabel="loss")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def _points(records: Sequence[Record], field: str) -> tuple[list[int], list[float]]:

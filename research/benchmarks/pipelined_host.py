@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.emulation.host import Host, serve
-from dynamiq_jax._measurement.joining import barrier
+from dynamiq_jax._measurement.devices import barrier
 from dynamiq_research import Pipelined
 from pallas_kernels._jax.compat import override
 

@@ -17,6 +17,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from dynamiq_jax._console.program import Stopped, stopping_cleanly
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -27,7 +28,6 @@ from dynamiq_jax._commands import bench
 from dynamiq_jax._console import options, plots, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.signals import Stopped, stopping_cleanly
 from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
@@ -37,7 +37,7 @@ from dynamiq_jax._console.units import (
 )
 from dynamiq_jax._core.units import format_bytes
 from dynamiq_jax._measurement import all_reduce
-from dynamiq_jax._measurement.devices import make_mesh, worker_devices, workers_per_machine
+from dynamiq_jax._measurement.devices import make_mesh, workers_per_machine
 from dynamiq_jax._measurement.measure import Measurement, measure
 from dynamiq_jax._measurement.settings import DEFAULTS, parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
@@ -403,7 +403,7 @@ def test_one_device_has_nothing_to_exchange(monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(jax, "devices", lambda: devices[:1])
     with pytest.raises(CommandError, match=r"nothing to exchange.*--cpu-devices 8"):
-        worker_devices(cpu_devices=1)
+        bench.Bench(cpu_devices=1).devices(least=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -22,9 +22,8 @@ from dynamiq_jax._commands.compare import DEFAULTS, Compare, compare_table
 from dynamiq_jax._console import plots
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import gradient_files
-from dynamiq_jax._measurement.comparison import geometric_mean
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
-from dynamiq_jax._measurement.simulate import Simulation, codec_ns, relative_errors
+from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_mean, relative_errors
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from dynamiq_jax.methods._registry import PRESETS
 from examples.tools.small_decoder import small_config

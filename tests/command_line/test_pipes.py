@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from dynamiq_jax._console.program import ending_with_reader
 
-from dynamiq_jax._console.pipes import ending_with_reader
 from tests.support.commands import ROOT
 
 

@@ -50,7 +50,7 @@ def here(monkeypatch):
 
     def use(count: int) -> None:
         devices = jax.devices()[:count]
-        monkeypatch.setattr(verify, "worker_devices", lambda **_: devices)
+        monkeypatch.setattr(Verify, "devices", lambda *_, **__: devices)
         monkeypatch.setattr(verify, "copy_speed", lambda *_: 1e10)
         monkeypatch.setattr(verify, "Batches", lambda: Batches(1, 0.0, 0.0))
 
@@ -122,16 +122,21 @@ def test_a_case_that_a_backend_does_not_take_is_no_problem(chosen_backend, here,
     assert checks["decompress"]["verdict"] == "same"
 
 
-@pytest.mark.parametrize(("allow", "count"), [(False, 1), (True, 0)])
-def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, count):
+@pytest.mark.parametrize("allow", [False, True])
+def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, here, tmp_path, monkeypatch):
     checks = [
         kernel_checks.KernelCheck(
-            "triton", "hop", CASE, "float32", verdict, 100, 1, "1 of 100 bytes"
+            "triton", "hop", case, "float32", verdict, 100, 1, "1 of 100 bytes"
         )
-        for verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING, KernelVerdict.NOT_HERE)
+        for case, verdict in (("a", KernelVerdict.SAME), (CASE, KernelVerdict.ROUNDING))
     ]
-    problems = Verify(allow_rounding=allow)._problems_of_checks(checks)
-    assert problems == count * ["triton: hop (two widths, float32): 1 of 100 bytes"]
+    here(1)
+    monkeypatch.setattr(verify, "check_kernels", lambda *_, **__: checks)
+    monkeypatch.setattr(verify, "measure_kernels", lambda *_, **__: [])
+    status, results = run(tmp_path / "out.json", allow_rounding=allow)
+    assert status == (not allow)
+    expected = ["triton: hop (two widths, float32): 1 of 100 bytes"]
+    assert results["problems"] == ([] if allow else expected)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):

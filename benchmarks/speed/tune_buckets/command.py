@@ -94,7 +94,8 @@ class TuneBuckets:
                 results = {"trials": [trial._asdict() for trial in trials]}
                 where = environment(jax.devices()[0].device_kind)
                 records.write(self.json, where, dataclasses.asdict(self), results)
-            steps.save_plot(self.plot, trials)
+            if self.plot is not None:
+                steps.save_plot(self.plot, trials)
         return 0
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.speed.tune_buckets.tuner import BucketTrial
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.plots import figure_of
 
 MakeStep = Callable[[int], Callable[[], Any]]  # bucket size in bytes to a function of one step
 _EXAMPLE = "Give MODULE:FUNCTION, such as my_training:make_step"
@@ -54,37 +55,34 @@ def make_step(factory: MakeStep, bucket_bytes: int) -> Callable[[], Any]:
     return step
 
 
-def save_plot(path: Path | None, trials: Sequence[BucketTrial]) -> None:
-    """Draw the time of a step against the bucket size, if a path is given.
+def save_plot(path: Path, trials: Sequence[BucketTrial]) -> None:
+    """Draw the time of a step against the bucket size.
 
     Args:
       path: the file.
       trials: the fastest first.
     """
-    if path is None:
-        return
-    with figure_of(path, 1, 1) as (figure, axes):
-        axis = axes[0, 0]
-        ordered = sorted(trials)
-        axis.plot(
-            [trial.bucket_bytes / 2**20 for trial in ordered],
-            [1e3 * trial.seconds for trial in ordered],
-            "o-",
-            color="#1864ab",
-        )
-        best = trials[0]
-        label = f"{best.bucket_bytes / 2**20:.3g} MiB"
-        axis.plot(best.bucket_bytes / 2**20, 1e3 * best.seconds, "o", ms=12, mfc="none", mec="red")
-        axis.annotate(
-            label,
-            (best.bucket_bytes / 2**20, 1e3 * best.seconds),
-            (0, -16),
-            color="red",
-            textcoords="offset points",
-            ha="center",
-        )
-        axis.set_xscale("log", base=2)
-        axis.margins(y=0.2)
-        axis.set(xlabel="bucket size (MiB)", ylabel="time of a step (ms)")
-        axis.set_title("Time of a step against the bucket size")
-        figure.tight_layout()
+    figure = Figure(layout="tight")
+    axis = figure.subplots()
+    ordered = sorted(trials)
+    axis.plot(
+        [trial.bucket_bytes / 2**20 for trial in ordered],
+        [1e3 * trial.seconds for trial in ordered],
+        "o-",
+        color="#1864ab",
+    )
+    best = trials[0].bucket_bytes / 2**20, 1e3 * trials[0].seconds
+    axis.plot(*best, "o", ms=12, mfc="none", mec="red")
+    axis.annotate(
+        f"{best[0]:.3g} MiB",
+        best,
+        (0, -16),
+        color="red",
+        textcoords="offset points",
+        ha="center",
+    )
+    axis.set_xscale("log", base=2)
+    axis.margins(y=0.2)
+    axis.set(xlabel="bucket size (MiB)", ylabel="time of a step (ms)")
+    axis.set_title("Time of a step against the bucket size")
+    figure.savefig(path, dpi=150)

@@ -29,7 +29,7 @@ from benchmarks.training.small_lm.training import (
     data_parallel,
     local_sgd,
 )
-from dynamiq_jax._measurement.joining import barrier
+from dynamiq_jax._measurement.devices import barrier
 from dynamiq_jax._measurement.settings import PSUM
 
 

@@ -242,7 +242,7 @@ def _is_dashed(setting: str) -> bool:
 def _is(setting: str, reference: str) -> bool:
     """Return whether a setting is an all-reduce in every step that does the same as another."""
     rounds = parse_rounds(setting)
-    return rounds.every is None and rounds.setting.same_as(parse_setting(reference))
+    return rounds.every is None and rounds.setting == parse_setting(reference)
 
 
 def _when(seconds: float | None) -> str:

@@ -14,7 +14,7 @@ from benchmarks.emulation.hosts import Hosts, joined_hosts, link_patience
 from benchmarks.training.emulated_training.rounds import parse_rounds
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate
-from dynamiq_jax._measurement.joining import START_TIMEOUT
+from dynamiq_jax._measurement.devices import START_TIMEOUT
 
 
 @dataclasses.dataclass

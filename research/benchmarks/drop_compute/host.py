@@ -21,7 +21,7 @@ from benchmarks.training.small_lm.corpora import random_windows
 from benchmarks.training.small_lm.model import ModelConfig
 from benchmarks.training.small_lm.pretraining import loss_of
 from benchmarks.training.small_lm.training import abstract_model
-from dynamiq_jax._measurement.joining import barrier
+from dynamiq_jax._measurement.devices import barrier
 from dynamiq_research import Calibration, DropCompute, DropComputeState
 
 

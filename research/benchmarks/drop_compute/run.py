@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.emulation.processes import Processes
 from benchmarks.emulation.python_processes import python_command, python_environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._measurement.joining import START_TIMEOUT
+from dynamiq_jax._measurement.devices import START_TIMEOUT
 
 HOSTS = 2
 _TIMEOUT = 300.0  # seconds without an answer, compilation included

@@ -11,7 +11,6 @@ from rich.table import Table
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.plots import figure_of
 from dynamiq_jax._console.units import format_seconds
 from dynamiq_research.drop_compute import prediction as predictions
 from dynamiq_research.drop_compute.plots import draw_steps, draw_sweep
@@ -101,12 +100,14 @@ class Predict:
             results = {"prediction": dataclasses.asdict(prediction), "sweep": swept}
             records.write(self.json, environment("none"), dataclasses.asdict(self), results)
         if self.plot is not None:
+            from matplotlib.figure import Figure
+
             threshold = prediction.chosen.threshold
-            with figure_of(self.plot, 1, 2) as (figure, axes):
-                figure.set_size_inches(11, 4.2)
-                figure.set_layout_engine("constrained")
-                draw_sweep(axes[0, 0], swept, threshold)
-                draw_steps(axes[0, 1], *predictions.step_seconds(held_out, threshold, rule))
+            figure = Figure(figsize=(11, 4.2), layout="constrained")
+            left, right = figure.subplots(1, 2)
+            draw_sweep(left, swept, threshold)
+            draw_steps(right, *predictions.step_seconds(held_out, threshold, rule))
+            figure.savefig(self.plot, dpi=150)
         return 0
 
     def _rule(self) -> Rule:
