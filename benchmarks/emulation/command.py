@@ -7,12 +7,13 @@ from typing import Annotated
 
 import jax
 import tyro
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.network import NetworkRun, Row
 from benchmarks.harness.columns import Column, table
-from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import (
@@ -72,9 +73,9 @@ class Emulation:
         settings = parse_settings(self.settings)
         rates = [parse_rate(text) for text in self.rate]
         size = parse_size(self.size, "--size")
-        options.check_least("--repeats", self.repeats, 1)
-        options.check_least("--timeout", self.timeout, 1)
-        options.check_seed(self.seed)
+        options.check_range("--repeats", self.repeats, 1)
+        options.check_range("--timeout", self.timeout, 1)
+        options.check_range("--seed", self.seed, 0, options.MAX_SEED)
         for count in self.hosts:
             if not 2 <= count <= namespaces.MAX_HOSTS:
                 raise CommandError(f"--hosts: {count}: give 2 to {namespaces.MAX_HOSTS}.")
@@ -105,7 +106,7 @@ class Emulation:
             del facts["threads"]  # of which hosts of other numbers have others: rows have them
             records.write(self.json, environment(device) | facts, dataclasses.asdict(self), rows)
         if self.plot is not None:
-            plots.save_bars(self.plot, "time of one all-reduce", _series(rows))
+            _plot(self.plot, rows)
         return tables.warn_unequal(console, rows)
 
 
@@ -134,10 +135,21 @@ def _table(rows: Sequence[Row]) -> Table:
     )
 
 
-def _series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return group (hosts and rate) to setting to seconds."""
+def _plot(path: Path, rows: Sequence[Row]) -> None:
+    """Draw the seconds of each number of hosts and rate as bars."""
     groups: dict[str, dict[str, float]] = {}
     for row in rows:
         label = f"{row['hosts']} hosts, {format_rate(row['rate'])}"
         groups.setdefault(label, {})[row["setting"]] = row["seconds"]
-    return groups
+    height = sum(0.9 + 0.3 * len(bars) for bars in groups.values())
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots(len(groups), squeeze=False)[:, 0]
+    for axis, (label, bars) in zip(axes, groups.items(), strict=True):
+        drawn = axis.barh(list(bars), [1e3 * s for s in bars.values()], color="#1864ab")
+        axis.bar_label(drawn, [format_seconds(s) for s in bars.values()], padding=3)
+        axis.invert_yaxis()
+        axis.set_title(label, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.12)
+    axes[-1].set_xlabel("time of one all-reduce (ms)")
+    figure.savefig(path, dpi=150)

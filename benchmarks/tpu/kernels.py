@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import files
-from dynamiq_jax._measurement.batches import Batches
+from dynamiq_jax._measurement.all_reduce import measure
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
     BASE,
@@ -31,8 +31,7 @@ from dynamiq_jax._measurement.kernel_checks import (
     KernelVerdict,
     check_kernels,
 )
-from dynamiq_jax._measurement.kernel_speed import copy_speed, measure_kernels
-from dynamiq_jax._measurement.measure import measure
+from dynamiq_jax._measurement.kernel_speed import Batches, copy_speed, measure_kernels
 from dynamiq_jax._measurement.settings import DEFAULTS, parse_settings
 from dynamiq_jax._prediction.break_even import record
 from pallas_kernels.modes import without_gpu
@@ -106,7 +105,7 @@ def _time_sums(options: argparse.Namespace, keep: Any) -> None:
     mesh, settings = make_mesh(jax.devices()), parse_settings(DEFAULTS)
     rows: list[dict[str, Any]] = []
     for size in options.sizes:
-        sums = measure(settings, mesh, size, repeats=options.repeats, seed=0, done=lambda _: None)
+        sums = measure(settings, mesh, size, repeats=options.repeats, done=lambda _: None)
         for result in sums:
             print(f"{size / 2**20:8.4g} Mi {result.setting}: {1e3 * result.seconds:.3f} ms")
         rows += [record(result, sums, None, 1) for result in sums]

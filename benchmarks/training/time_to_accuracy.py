@@ -127,7 +127,7 @@ def check(config: Config) -> tuple[dict[str, Rounds], list[float]]:
         raise CommandError(f"--settings: add {PSUM}, whose loss is the target of all others.")
     least = {"steps": 1, "eval_every": 1, "batch": 1, "context": 1, "pretrain_steps": 1}
     for name, low in (least | {"layers": 1, "timeout": 1}).items():
-        options.check_least(f"--{name.replace('_', '-')}", getattr(config, name), low)
+        options.check_range(f"--{name.replace('_', '-')}", getattr(config, name), low)
     if not 2 <= config.hosts <= namespaces.MAX_HOSTS:
         raise CommandError(f"--hosts is {config.hosts}: give 2 to {namespaces.MAX_HOSTS}.")
     if config.width < 8 or config.width % 8:  # heads with an even number of features

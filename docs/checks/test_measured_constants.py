@@ -7,6 +7,7 @@ from docs.scripts.cpu_tables import cpu_worker_ns
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
+from dynamiq_jax._prediction.islands import SPARSE, Message
 from dynamiq_jax.topologies import Ring
 
 
@@ -18,6 +19,15 @@ def test_the_speed_of_a_cpu_is_that_of_the_measured_native_codec():
 def test_the_speed_of_a_gpu_is_that_of_measured_kernels():
     measured = 1e-3 * gpu_worker_ps()
     assert 0.95 < CODEC_SPEEDS["gpu"].ns_per_coordinate / measured < 1.05
+
+
+def test_the_codec_times_of_islands_are_measured():
+    measured = {row["bits"]: row["ns"] for row in results_of("islands_codec")["rows"]}
+    for message in (SPARSE, Message(bits=4.0)):
+        times = measured[message.bits]
+        assert (message.encode_ns, message.decode_ns) == pytest.approx(
+            (times["encode"], times["decode"]), abs=0.05
+        )
 
 
 def test_nothing_is_gained_on_nvlink():

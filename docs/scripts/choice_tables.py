@@ -60,8 +60,8 @@ def which_method() -> str:
         [
             f"25 to 100 Gbit/s, slices of TPU {', '.join(kind[4:] for kind in TPU_LINKS)}",
             '[`"dynamiq:5"`](recipes/tpus.md) where `psum` does not hide',
-            f"predicted: {', '.join(f'{_gain_between_slices(kind):.2f}x' for kind in TPU_LINKS)} BF16, "
-            "all-reduce alone",
+            f"predicted: {', '.join(f'{_gain_between_slices(kind):.2f}x' for kind in TPU_LINKS)} "
+            "BF16, all-reduce alone",
         ],
         [
             "NVLink inside one host",

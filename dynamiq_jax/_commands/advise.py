@@ -36,7 +36,7 @@ from dynamiq_jax._prediction.islands import SHARE, SPARSE, Message, island_memor
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"
-_LONGEST = 1e9  # seconds of a step: 30 years
+_MOST = 1e9  # of times and factors: seconds of a step are 30 years
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,28 +161,21 @@ class Advise:
         Raises:
           CommandError: an option makes no sense.
         """
-        options.check_least("--workers", self.workers, 2)
-        if self.workers > _MOST_WORKERS:
-            raise CommandError(f"--workers is {self.workers}: give at most {_MOST_WORKERS}.")
-        options.check_least("--devices-per-host", self.devices_per_host, 1)
+        options.check_range("--workers", self.workers, 2, _MOST_WORKERS)
+        options.check_range("--devices-per-host", self.devices_per_host, 1)
         if self.workers % self.devices_per_host or self.workers == self.devices_per_host:
             raise CommandError(
                 f"--devices-per-host is {self.devices_per_host}, but --workers is {self.workers}. "
                 "Give the devices of all hosts, at least two, as --workers."
             )
-        if not 0 < self.step_time <= _LONGEST:
-            raise CommandError(
-                f"--step-time is {self.step_time}: give seconds above 0 and at most {_LONGEST:g}."
-            )
-        if not 0 <= self.overlap <= 1:
-            raise CommandError(f"--overlap is {self.overlap}: give a share from 0 to 1.")
-        options.check_finite("--codec-ns", self.codec_ns, 0)
-        options.check_finite("--latency-us", self.latency_us, 0)
-        options.check_finite("--oversubscription", self.oversubscription, 1)
-        if self.every is not None:
-            options.check_least("--every", self.every, 1)
-            if not self.bits:
-                raise CommandError("--every is for compressed rounds, but --bits is empty: give 5.")
+        options.check_range("--step-time", self.step_time, 1e-9, _MOST)
+        options.check_range("--overlap", self.overlap, 0, 1)
+        options.check_range("--codec-ns", self.codec_ns, 0, _MOST)
+        options.check_range("--latency-us", self.latency_us, 0, _MOST)
+        options.check_range("--oversubscription", self.oversubscription, 1, _MOST)
+        options.check_range("--every", self.every, 1)
+        if self.every is not None and not self.bits:
+            raise CommandError("--every is for compressed rounds, but --bits is empty: give 5.")
         codec_ns = self.codec_ns
         if self.link in PCIE_LINKS:
             if self.device != "gpu":

@@ -3,18 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import tyro
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
 from dynamiq_jax._commands.devices import OnDevices
-from dynamiq_jax._console import options, plots, records, tables
+from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment, of_cpu_programs
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import (
@@ -25,8 +23,8 @@ from dynamiq_jax._console.units import (
     parse_size,
 )
 from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._measurement.all_reduce import Measurement, measure
 from dynamiq_jax._measurement.devices import make_mesh, workers_per_machine
-from dynamiq_jax._measurement.measure import Measurement, measure
 from dynamiq_jax._measurement.settings import (
     BF16_RING,
     DEFAULTS,
@@ -65,12 +63,6 @@ class Bench(OnDevices):
     this speed is subtracted from the measured time to get the codec time. By default nothing is
     subtracted, which is right for devices that share memory."""
 
-    seed: int = 0
-    """Chooses gradients and rounding."""
-
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Draw the times to this file (.png, .svg or .pdf)."""
-
     def run(self) -> int:
         """Measure and report; return the exit status."""
         settings = parse_settings(self.settings)
@@ -78,9 +70,8 @@ class Bench(OnDevices):
         link = None if self.link is None else parse_rate(self.link, "--link")
         if not sizes:
             raise CommandError("--sizes: nothing to measure. Give one such as 8Mi.")
-        options.check_least("--repeats", self.repeats, 1)
-        options.check_seed(self.seed)
-        options.check_outputs(self.json, self.plot)
+        options.check_range("--repeats", self.repeats, 1)
+        options.check_outputs(self.json)
         dq.keep_memory()
         mesh = make_mesh(self.devices(least=2))
         for setting in settings:
@@ -90,22 +81,13 @@ class Bench(OnDevices):
         kind, platform = mesh.devices.flat[0].device_kind, mesh.devices.flat[0].platform
         console.print(f"{mesh.size} workers on devices of kind {kind}", highlight=False)
         tables.print_codec(console)
-        rows = measured_rows(
-            console, settings, mesh, sizes, repeats=self.repeats, seed=self.seed, link=link
-        )
+        rows = measured_rows(console, settings, mesh, sizes, self.repeats, link)
         if first:
             if self.json is not None:
                 where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
                 records.write(self.json, where, dataclasses.asdict(self), rows)
-            of_sizes = {size: [row for row in rows if row["size"] == size] for size in sizes}
-            if self.plot is not None:
-                bars = {
-                    format_size(size): {row["setting"]: row["seconds"] for row in of_size}
-                    for size, of_size in of_sizes.items()
-                }
-                plots.save_bars(self.plot, "time of one all-reduce", bars)
-            for of_size in of_sizes.values():
-                console.print(bench_table(of_size))
+            for size in sizes:
+                console.print(bench_table([row for row in rows if row["size"] == size]))
             with_wire = link is None and workers_per_machine(mesh) < mesh.size
             device = "cpu" if platform == "cpu" else "gpu"
             if recommendation := to_advise(rows, device, with_wire=with_wire):
@@ -119,9 +101,7 @@ def measured_rows(
     settings: Sequence[Setting],
     mesh: Mesh,
     sizes: Sequence[int],
-    *,
     repeats: int,
-    seed: int = 0,
     link: float | None = None,
 ) -> list[dict[str, Any]]:
     """Measure all-reduces behind a progress bar; return rows of `bench_table`, see `record`."""
@@ -129,7 +109,7 @@ def measured_rows(
     steps = len(sizes) * len(settings) * (1 + repeats)
     with tables.progress(console, "all-reduce", steps) as advance:
         for size in sizes:
-            results += measure(settings, mesh, size, repeats=repeats, seed=seed, done=advance)
+            results += measure(settings, mesh, size, repeats=repeats, done=advance)
     sharing = workers_per_machine(mesh)
     return [record(result, results, link, sharing) for result in results]
 
@@ -168,13 +148,8 @@ def bench_table(rows: list[dict[str, Any]]) -> Table:
 def to_advise(rows: Sequence[dict[str, Any]], device: str, *, with_wire: bool) -> str | None:
     """Write the `dynamiq-jax advise` that goes on from here, on a line of its own.
 
-    Args:
-      rows: rows of the table, from `record`.
-      device: "cpu" or "gpu".
-      with_wire: whether codec ns hold the time on the links between the devices.
-
-    Returns:
-      The text; None if no setting is DynamiQ, of which the command gives advice.
+    None if no setting is DynamiQ, of which the command gives advice. `with_wire` says that codec ns
+    hold the time on the links between the devices.
     """
     ours = [(row, parse_setting(row["setting"]).method) for row in rows]
     dynamiq = [(row, method) for row, method in ours if isinstance(method, DynamiQ)]

@@ -9,7 +9,7 @@ import jax
 import tyro
 
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.options import check_least
+from dynamiq_jax._console.options import check_range
 from dynamiq_jax._measurement.devices import join
 
 
@@ -55,8 +55,8 @@ class OnDevices:
                 f"{self.num_processes} and --process-id is {self.process_id}: give all three, or "
                 "--coordinator auto."
             )
+        check_range("--cpu-devices", self.cpu_devices, 1)
         if self.cpu_devices is not None:
-            check_least("--cpu-devices", self.cpu_devices, 1)
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", self.cpu_devices or (1 if several else 8))
         if several:

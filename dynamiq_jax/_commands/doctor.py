@@ -9,7 +9,6 @@ from typing import Annotated
 
 import jax
 import tyro
-from rich.text import Text
 
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
@@ -21,7 +20,7 @@ from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.evidence import Traced
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
-from dynamiq_jax._inspection.inspection import HEADINGS, Inspection, texts
+from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
 
 _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
@@ -75,12 +74,8 @@ class Doctor:
 
     def run(self) -> int:
         """Print a table of all collectives, and the mistakes; return the exit status."""
-        for option, value in (
-            ("--devices-per-host", self.devices_per_host),
-            ("--cpu-devices", self.cpu_devices),
-        ):
-            if value is not None:
-                options.check_least(option, value, 1)
+        options.check_range("--devices-per-host", self.devices_per_host, 1)
+        options.check_range("--cpu-devices", self.cpu_devices, 1)
         options.check_outputs(self.json)
         if not self.target.is_file():
             raise CommandError(
@@ -97,9 +92,10 @@ class Doctor:
             self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
         )
         if jax.process_index() == 0:
-            _print(inspection)
+            console = tables.console()
+            console.print(str(inspection), highlight=False, markup=False, soft_wrap=True)
             if self.target.suffix == ".py":  # a text may be of another machine
-                tables.print_codec(tables.console())
+                tables.print_codec(console)
             if self.json is not None:
                 results = {
                     "collectives": [row._asdict() for row in inspection.rows],
@@ -171,18 +167,3 @@ def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:
             "of the axes."
         )
     return sizes
-
-
-def _print(inspection: Inspection) -> None:
-    console = tables.console()
-    if inspection.rows:
-        made = tables.table("Collectives of a step, on each device", HEADINGS[:4], HEADINGS[4:])
-        for row in inspection.rows:
-            made.add_row(*texts(row))
-        console.print(made)
-    console.print(inspection.summary, highlight=False)
-    for step in inspection.steps:
-        console.print(f"\n{step}", highlight=False, soft_wrap=True)
-    for finding in inspection.findings:
-        text = Text.assemble("\n", (finding.kind, "red"), f": {finding.text}")
-        console.print(text, soft_wrap=True)

@@ -46,7 +46,7 @@ class ShowIslands:
 
     def run(self) -> int:
         """Print the rounds; return the exit status."""
-        options.check_least("--last", self.last, 1)
+        options.check_range("--last", self.last, 1)
         options.check_outputs(self.json, self.plot)
         secret = None if self.secret is None else self.secret.read_bytes()
         try:

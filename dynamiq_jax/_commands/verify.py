@@ -17,7 +17,6 @@ from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
-from dynamiq_jax._measurement.batches import Batches
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
     BASE,
@@ -28,7 +27,7 @@ from dynamiq_jax._measurement.kernel_checks import (
     check_kernels,
     worst_of_processes,
 )
-from dynamiq_jax._measurement.kernel_speed import Speed, copy_speed, measure_kernels
+from dynamiq_jax._measurement.kernel_speed import Batches, Speed, copy_speed, measure_kernels
 from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
 from dynamiq_jax._prediction.break_even import RING_WORKERS, rate_of_kernels
 from dynamiq_jax.methods import DynamiQ
@@ -89,8 +88,8 @@ class Verify(OnDevices):
         size = parse_size(self.size, "--size")
         _check_names("--backends", self.backends, tuple(BACKENDS))
         _check_names("--cases", self.cases, tuple(CASES))
-        options.check_least("--timeout", self.timeout, 1)
-        options.check_least("--repeats", self.repeats, 1)
+        options.check_range("--timeout", self.timeout, 1)
+        options.check_range("--repeats", self.repeats, 1)
         options.check_outputs(self.json)
         devices = self.devices(least=1)
         first = jax.process_index() == 0
@@ -206,9 +205,7 @@ class Verify(OnDevices):
         settings = parse_settings(DEFAULTS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            rows = measured_rows(
-                console, settings, make_mesh(devices), [size], repeats=self.repeats
-            )
+            rows = measured_rows(console, settings, make_mesh(devices), [size], self.repeats)
         console.print(bench_table(rows))
         ours = [str(w.message) for w in caught if "dynamiq-jax verify" in str(w.message)]
         return rows, list(dict.fromkeys(ours))

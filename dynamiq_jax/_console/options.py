@@ -1,34 +1,21 @@
 """Checks of options that several commands have."""
 
 import importlib.util
-import math
 import os
 from pathlib import Path
 
 from dynamiq_jax._console.errors import CommandError, install_extra
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
+MAX_SEED = 2**31 - 1  # repeats count on from it, and all are uint32
 
 
-def check_least(option: str, value: float, least: float) -> None:
-    """Raise CommandError for a number below the least one that makes sense."""
-    if not value >= least:
-        raise CommandError(f"{option} is {value}: give at least {least}.")
-
-
-def check_seed(seed: int) -> None:
-    """Raise CommandError for a --seed that random generators do not take."""
-    if not 0 <= seed <= _MAX_SEED:
-        raise CommandError(f"--seed is {seed}: give 0 to {_MAX_SEED}.")
-
-
-def check_finite(option: str, value: float | None, least: float) -> None:
-    """Raise CommandError for a number that is too small or not finite. None is not given."""
-    if value is not None:
-        check_least(option, value, least)
-        if value == math.inf:
-            raise CommandError(f"{option} is {value}: give a finite number.")
+def check_range(option: str, value: float | None, least: float, most: float | None = None) -> None:
+    """Raise CommandError for a number that is out of range. None is not given."""
+    if value is None or (least <= value and (most is None or value <= most)):
+        return
+    possible = f"at least {least}" if most is None else f"{least} to {most:.10g}"
+    raise CommandError(f"{option} is {value}: give {possible}.")
 
 
 def check_outputs(json_path: Path | None, plot_path: Path | None = None) -> None:

@@ -9,7 +9,7 @@ _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "
 _SIZES |= {"k": 10**3, "B": 10**9}  # as models are called: 7B
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc spells them
 _LARGEST = 10**18  # above all gradients and links, and times can still be computed from it
-_NUMBER = re.compile(r"([0-9.]+) ?([A-Za-z]*)")
+_NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([A-Za-z]*)")
 
 
 def parse_size(text: str, option: str = "--sizes") -> int:
@@ -70,7 +70,7 @@ def format_seconds(seconds: float) -> str:
 def _parse(text: str, units: dict[str, int], option: str, what: str, example: str) -> Decimal:
     match = _NUMBER.fullmatch(text.strip())
     # Decimal: 16.1 * 1000 is not whole in binary floating point.
-    number = Decimal(match[1] if match and match[1].count(".") <= 1 and match[1] != "." else 0)
+    number = Decimal(match[1] if match else 0)
     if match is None or match[2] not in units or number <= 0:
         raise CommandError(f"{option}: {text!r:.80} is not {what}. Give one such as {example}.")
     if number * units[match[2]] > _LARGEST:

@@ -1,11 +1,15 @@
-"""One all-reduce over a mesh, compiled: sums, times, and whether workers get the same bits.
+"""Time, bytes and error of all-reduces over a mesh, and whether workers get the same bits.
 
 The devices of the mesh may belong to this process or to several joined by `jax.distributed`; then
 all of them run the same calls in the same order.
 """
 
+import dataclasses
+import math
+import statistics
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,19 +19,33 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from dynamiq_jax._measurement.devices import AXIS, barrier
+from dynamiq_jax._measurement.devices import AXIS, barrier, on_all_processes
 from dynamiq_jax._measurement.gradients import worker_gradient
 from dynamiq_jax._measurement.settings import Setting
 
 
-class CompiledAllReduce:
-    """A setting, compiled for gradients of some shapes.
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One setting at one size."""
 
-    Args:
-      setting: how to sum.
-      mesh: the workers.
-      gradients: a tree of float32 arrays [workers, *shape].
-    """
+    setting: str
+    size: int  # float32 coordinates of every worker
+    workers: int
+    seconds: float  # wall time of one all-reduce: median over repeats, slowest process
+    repeats: tuple[float, ...]  # seconds, all of them
+    bytes_per_worker: int  # that wire_report says each worker sends
+    bits: float  # on the wire per coordinate in one pass; 32 for float32
+    vnmse: float  # against the exact sum in float64
+    replicas_equal: bool  # all workers hold the same bits
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of the float32 gradient that are reduced in a second ("algorithm bandwidth")."""
+        return 4 * self.size / self.seconds
+
+
+class CompiledAllReduce:
+    """A setting, compiled for trees of float32 arrays [workers, *shape], as `gradients` has."""
 
     def __init__(self, setting: Setting, mesh: Mesh, gradients: Any):
         def local(tree: Any, seed: Array) -> Any:
@@ -56,6 +74,53 @@ class CompiledAllReduce:
         start = time.perf_counter()
         self(gradients, seed)
         return time.perf_counter() - start
+
+
+def measure(
+    settings: Sequence[Setting],
+    mesh: Mesh,
+    size: int,
+    *,
+    repeats: int,
+    done: Callable[[str], None],
+) -> list[Measurement]:
+    """Measure settings at one size, in turns so that a change of the machine's load meets all.
+
+    `done` is called with a text after every compilation and every timed call.
+    """
+    gradients = make_gradients(mesh, size, seed=0)
+    truth = exact_sum(mesh.size, size, seed=0)
+    functions, found = [], []
+    for setting in settings:
+        functions.append(CompiledAllReduce(setting, mesh, gradients))
+        result = functions[-1](gradients, 0)
+        equal = len(np.unique(on_all_processes(checksums(result), np.uint32))) == 1
+        found.append((relative_error(result, truth), equal))
+        done(f"compiled {setting.name}")
+    seconds = np.zeros((len(settings), repeats), np.float32)
+    for repeat in range(repeats):
+        for index, setting in enumerate(settings):
+            seconds[index, repeat] = functions[index].seconds(gradients, 1 + repeat)
+            done(f"timed {setting.name}")
+    slowest = on_all_processes(seconds.reshape(-1).tolist(), np.float32).max(axis=0)
+    times_of_each = slowest.reshape(seconds.shape).tolist()
+    results = []
+    for setting, times, (vnmse, equal) in zip(settings, times_of_each, found, strict=True):
+        report = setting.wire_report(size, mesh.size)
+        results.append(
+            Measurement(
+                setting=setting.name,
+                size=size,
+                workers=mesh.size,
+                seconds=statistics.median(times),
+                repeats=tuple(times),
+                bytes_per_worker=report.bytes_per_worker,
+                bits=32.0 if math.isnan(report.bits) else report.bits,
+                vnmse=vnmse,
+                replicas_equal=equal,
+            )
+        )
+    return results
 
 
 def make_gradients(mesh: Mesh, size: int, seed: int) -> Array:

@@ -26,13 +26,8 @@ SHUTDOWN_TIMEOUT = 10  # seconds that a process which ends waits for the others
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Join the other processes.
 
-    JAX aborts this one (SIGABRT) if they have not come after `START_TIMEOUT`.
-
-    Args:
-      coordinator: HOST:PORT of process 0. Without it, `jax.distributed` finds out everything under
-        Slurm, MPI or Kubernetes.
-      num_processes: number of processes.
-      process_id: index of this process.
+    JAX aborts this one (SIGABRT) if they have not come after `START_TIMEOUT`. Without the HOST:PORT
+    of process 0, `jax.distributed` finds out everything under Slurm, MPI or Kubernetes.
 
     Raises:
       ValueError, RuntimeError: arguments are missing, or JAX has computed something before.

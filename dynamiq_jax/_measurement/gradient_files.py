@@ -21,11 +21,9 @@ LARGE = Compression().exact_below
 
 
 def load(path: Path) -> dict[str, Gradients]:
-    """Read an .npz or .safetensors file.
+    """Read the arrays [workers, *shape] of an .npz or .safetensors file.
 
-    Args:
-      path: the file. Its arrays are [workers, *shape]. A name STEP/PARAMETER says of which training
-        step an array is.
+    A name STEP/PARAMETER says of which training step an array is.
 
     Returns:
       Label of a step to its gradients; small parameters are left out.
@@ -33,46 +31,49 @@ def load(path: Path) -> dict[str, Gradients]:
     Raises:
       CommandError: the file cannot be read, or holds something else.
     """
+    try:
+        return _steps_of(_read(path))
+    except ValueError as error:
+        raise CommandError(f"--gradients {path}: {error}") from None
+
+
+def _steps_of(arrays: Mapping[str, NDArray]) -> dict[str, Gradients]:
     steps: dict[str, Gradients] = {}
-    for name, array in _read(path).items():
+    for name, array in arrays.items():
         match = _STEP.fullmatch(name)
         step, parameter = match.groups() if match else ("", name)
         if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.floating, np.integer)):
-            raise CommandError(
-                f"--gradients {path}: {name!r} has dtype {array.dtype}. Give real numbers, such as "
-                "float32."
+            raise ValueError(
+                f"{name!r} has dtype {array.dtype}. Give real numbers, such as float32."
             )
         with np.errstate(over="ignore"):  # becomes Inf, which is refused
             values = array.astype(np.float32)
         if values.ndim < 2 or not len(values):
-            raise CommandError(
-                f"--gradients {path}: {name!r} has shape {values.shape}. Give arrays whose first "
-                "axis is the worker."
+            raise ValueError(
+                f"{name!r} has shape {values.shape}. Give arrays whose first axis is the worker."
             )
         if not np.isfinite(values).all():
-            raise CommandError(
-                f"--gradients {path}: {name!r} holds NaN or Inf. Give gradients without, such as "
-                "those of another step."
+            raise ValueError(
+                f"{name!r} holds NaN or Inf. Give gradients without, such as those of another step."
             )
         if values[0].size >= LARGE:
             steps.setdefault(f"step {step}" if step else "", {})[parameter] = values
     if not steps:
-        raise CommandError(
-            f"--gradients {path}: no array of {LARGE} coordinates or more for a worker. Give "
-            "gradients as [workers, *shape]."
+        raise ValueError(
+            f"no array of {LARGE} coordinates or more for a worker. Give gradients as "
+            "[workers, *shape]."
         )
     counts = {len(leaf) for gradients in steps.values() for leaf in gradients.values()}
     if len(counts) > 1:
-        raise CommandError(
-            f"--gradients {path}: arrays are of {sorted(counts)} workers. Give the same number of "
-            "workers for all."
+        raise ValueError(
+            f"arrays are of {sorted(counts)} workers. Give the same number of workers for all."
         )
-    _check_alike(path, steps)
+    _check_alike(steps)
     for step, gradients in steps.items():
         if not any(np.any(leaf) for leaf in gradients.values()):
-            raise CommandError(
-                f"--gradients {path}: {step or 'every array'} holds only zeros, of which no error "
-                "can be measured. Give gradients of another step."
+            raise ValueError(
+                f"{step or 'every array'} holds only zeros, of which no error can be measured. "
+                "Give gradients of another step."
             )
     return steps
 
@@ -103,8 +104,8 @@ def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]
                 )
 
 
-def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
-    """Raise CommandError for steps of different parameters: all go through one program."""
+def _check_alike(steps: Mapping[str, Gradients]) -> None:
+    """Raise ValueError for steps of different parameters: all go through one program."""
     shapes = {
         step: {name: leaf.shape[1:] for name, leaf in gradients.items()}
         for step, gradients in steps.items()
@@ -112,26 +113,22 @@ def _check_alike(path: Path, steps: dict[str, Gradients]) -> None:
     first, *others = shapes
     for other in others:
         for name in sorted(shapes[first].keys() | shapes[other].keys()):
-            both = [shapes[step].get(name) for step in (first, other)]
-            if both[0] != both[1]:
-                first_shape, other_shape = (shape or f"less than {LARGE}" for shape in both)
-                raise CommandError(
-                    f"--gradients {path}: {name!r} is of {first_shape} coordinates in "
-                    f"{first or 'no step'} and of {other_shape} in {other or 'no step'}. Give all "
-                    "steps the same parameters. A number at the start of a name, before a slash, "
-                    "is its step."
+            one, two = (shapes[step].get(name, f"less than {LARGE}") for step in (first, other))
+            if one != two:
+                raise ValueError(
+                    f"{name!r} is of {one} coordinates in {first or 'no step'} and of {two} in "
+                    f"{other or 'no step'}. Give all steps the same parameters. A number at the "
+                    "start of a name, before a slash, is its step."
                 )
 
 
 def _read(path: Path) -> Mapping[str, NDArray]:
     if not path.is_file():
-        raise CommandError(f"--gradients {path}: there is no such file.")
+        raise ValueError("there is no such file. Give the path of one.")
     if path.suffix not in _WRITERS:
-        raise CommandError(f"--gradients {path}: give an .npz or a .safetensors file.")
+        raise ValueError("its name has another suffix. Give an .npz or a .safetensors file.")
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise CommandError(
-            f"--gradients {path}: safetensors is not installed: {install_extra('cli')}"
-        )
+        raise ValueError(f"safetensors is not installed: {install_extra('cli')}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.numpy import load_file
@@ -145,7 +142,7 @@ def _read(path: Path) -> Mapping[str, NDArray]:
                 raise ValueError(f"its member {name!r} is no .npy file")
         return arrays
     except Exception as error:  # a damaged file ends in any kind
-        raise CommandError(
-            f"--gradients {path}: cannot be read as {path.suffix}: {str(error)!r}. Give a file "
-            f"that {_WRITERS[path.suffix]} wrote."
+        raise ValueError(
+            f"cannot be read as {path.suffix}: {str(error)!r}. Give a file that "
+            f"{_WRITERS[path.suffix]} wrote."
         ) from None

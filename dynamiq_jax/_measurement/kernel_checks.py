@@ -113,14 +113,9 @@ def check_kernels(
 ) -> list[KernelCheck]:
     """Compare all operations of backends with the base.
 
-    The base itself is compared with that of the CPU of this host, where the device is another.
-
-    Args:
-      backends: names of backends.
-      cases: names of `CASES`.
-      interpret: whether kernels are interpreted.
-      timeout: seconds for the compiler and the run of one operation.
-      done: called with a text after every operation.
+    The base itself is compared with that of the CPU of this host, where the device is another. The
+    compiler and the run of an operation may take `timeout` seconds. `done` is called with a text
+    after every operation.
 
     Returns:
       A check of every operation of every backend in every case: cases are the outer loop.

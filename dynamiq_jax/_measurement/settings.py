@@ -20,12 +20,11 @@ import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._core.naming import field_names
 from dynamiq_jax._inputs.compression import Compression, split_route
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._run.driver import run
 from dynamiq_jax.methods import METHODS, Method, known_methods, resolve_method
-from dynamiq_jax.methods._registry import OF_RESEARCH, PRESETS, WRAPPERS
+from dynamiq_jax.methods._registry import PRESETS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES, Topology, resolve_topology
 
 Tree = TypeVar("Tree")
@@ -118,47 +117,29 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     >>> parse_setting("dynamiq:4").method.bits
     4
     """
-    wrapper = next((f"{name}+" for name in WRAPPERS if text.startswith(f"{name}+")), "")
-    name, *parts = text.removeprefix(wrapper).split(":")
-    if name == PSUM:
-        if parts or text != PSUM:
+    name, *parts = text.split(":")
+    if name.rpartition("+")[2] == PSUM:
+        if text != PSUM:
             takes = "no options" if parts else "no wrapper: it loses nothing"
             raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
         return Setting(text)
-    known = known_methods()
-    if name not in known and {*name.split("+")} & OF_RESEARCH:
-        raise CommandError(
-            f"{option}: {text!r}: it is in dynamiq-jax-research. Call pip install "
-            "dynamiq-jax-research."
-        )
-    if name not in known:
-        raise CommandError(f"{option}: {text!r}: no method {name!r}. Give {grammar()}.")
-    named = topologies_in(text)
-    if len(named) > 1:
-        raise CommandError(f"{option}: {text!r}: {named} are several topologies. Give one.")
-    topology = named[0] if named else _DEFAULT_TOPOLOGY
-    of_both = field_names(known[name]), field_names(TOPOLOGIES[topology])
     for part in parts:
-        field, equals, _ = part.partition("=")
-        if equals and not any(field in fields for fields in of_both):
-            raise CommandError(
-                f"{option}: {text!r}: neither {name} nor {topology} has {field!r}. They have "
-                f"{sorted(set().union(*of_both)) or 'no options'}."
-            )
-        if not equals and part not in TOPOLOGIES and not _is_number(part):
+        if "=" not in part and part not in TOPOLOGIES and not _is_number(part):
             remedy = "Name one that `dynamiq-jax advise` prints. " if part == "auto" else ""
             raise CommandError(
                 f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
                 f"{remedy}Give {grammar()}."
             )
-    inner, given = split_route(text.removeprefix(wrapper))
-    route = given or topology
+    method, route = text, None
     try:
-        return Setting(text, resolve_method(wrapper + inner), resolve_topology(route))
+        method, route = split_route(text)
+        topology = resolve_topology(route or _DEFAULT_TOPOLOGY)
+        return Setting(text, resolve_method(method), topology)
     except ValueError as error:
         # The library names the part that it was given, which the whole setting has in it.
         what = str(error)
-        for said in (f"method={wrapper + inner!r}", f"method={inner!r}", f"topology={route!r}"):
+        inner = method.rpartition("+")[2]
+        for said in (f"method={method!r}", f"method={inner!r}", f"topology={route!r}"):
             what = what.removeprefix(said)
         raise CommandError(f"{option}: {text!r}{what}") from None
 

@@ -49,11 +49,7 @@ class Summed(NamedTuple):
 
 
 class Simulation:
-    """A setting compiled for gradients of some shapes.
-
-    Args:
-      setting: how to sum.
-      gradients: arrays [workers, *shape].
+    """A setting compiled for gradients [workers, *shape] of some shapes.
 
     Raises:
       ValueError: there are fewer devices than workers; see `make_devices`.

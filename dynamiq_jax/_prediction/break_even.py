@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import dynamiq_jax as dq
-from dynamiq_jax._measurement.measure import Measurement
+from dynamiq_jax._measurement.all_reduce import Measurement
 from dynamiq_jax._measurement.settings import BF16_RING, PSUM, parse_setting
 from dynamiq_jax.methods import DynamiQ
 
@@ -24,12 +24,6 @@ def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int
     the bytes that each worker sends. The two are equal at
 
         r = 8 (B_other - B) / (T - T_other)
-
-    Args:
-      codec: T of the setting, seconds.
-      sent: B of the setting, bytes.
-      other_codec: T of the other setting.
-      other_sent: B of the other setting.
 
     >>> round(break_even_rate(0.03, 10**6, 0.01, 6 * 10**6) / 1e9, 3)
     2.0
@@ -63,16 +57,13 @@ def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) ->
 def record(
     result: Measurement, results: Iterable[Measurement], link: float | None, sharing: int
 ) -> dict[str, Any]:
-    """Add codec time and break-even rates to a measurement.
+    """Make a row for tables and the JSON file: a measurement, its codec time, break-even rates.
 
     Args:
       result: the measurement.
       results: all measurements of the run, among them those of the baselines.
       link: bits a second of the links between the devices; None if they share a memory.
       sharing: workers that share the cores of one machine.
-
-    Returns:
-      A row for tables and the JSON file.
     """
     codec = _codec_seconds(result, link)
     setting, break_even = parse_setting(result.setting), {}

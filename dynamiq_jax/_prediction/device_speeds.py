@@ -55,12 +55,6 @@ def hiding_tokens(
 
     Of a dense model with P parameters on C chips, a backward pass over B tokens takes each chip
     4 P B / C operations, and the sum over n slices sends 2 (n - 1) / n P / C elements of it.
-
-    Args:
-      device: generation of TPUs.
-      slices: number of slices, n.
-      bits_per_second: link of a chip.
-      item_bytes: bytes of an element.
     """
     sent = 8 * item_bytes * 2 * (slices - 1) / slices
     return sent / bits_per_second * UTILIZATION * _TPU_PEAKS[device] / 4

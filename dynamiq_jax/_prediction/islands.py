@@ -41,15 +41,9 @@ def island_rounds(
 ) -> IslandRounds:
     """Predict rounds of `islands.Islands`.
 
-    An island sends its message once, and receives those of all others.
-
-    Args:
-      size: parameters.
-      islands: number of islands.
-      message: what each sends.
-      seconds: of the local steps of a round.
-      link: bits a second of each island.
-      on_cpu: whether CPUs encode and decode. Elsewhere, that time is left out.
+    An island sends its message of `size` parameters once, and receives those of all others, over a
+    link of some bits a second. The local steps of a round take `seconds`. Where no CPU encodes and
+    decodes, that time is left out.
     """
     coding = 1e-9 * size * (message.encode_ns + islands * message.decode_ns) if on_cpu else 0.0
     received = size * message.bits * (islands - 1)

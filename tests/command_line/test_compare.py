@@ -18,8 +18,7 @@ import dynamiq_jax as dq
 from benchmarks.error import dump_gradients
 from benchmarks.training.small_lm.model import ModelConfig
 from dynamiq_jax import _commands as commands
-from dynamiq_jax._commands.compare import DEFAULTS, Compare, compare_table
-from dynamiq_jax._console import plots
+from dynamiq_jax._commands.compare import DEFAULTS, Compare
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
@@ -27,7 +26,6 @@ from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_me
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from dynamiq_jax.methods._registry import PRESETS
 from examples.tools.small_decoder import small_config
-from tests.support.commands import shown
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated
 
@@ -291,14 +289,14 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         *("--gradients", str(tmp_path / "g.npz"), "--workers", "2", "4"),
         *("--methods", "blockint:4", "blockint:code_bits=5"),
         *("--topologies", "ring", "all_to_all", "--link", "1gbit"),
-        *("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png")),
+        *("--json", str(tmp_path / "c.json")),
     )
     monkeypatch.setattr(sys, "argv", ["dynamiq-jax", "compare", *arguments])
     with pytest.raises(SystemExit) as ended:
         commands.main()
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert "vNMSE step 20" in text and "blockint:code_bits=5" in text
+    assert "vNMSE step 20" in text and "blockint:code_bits=5" in text and "at 1 Gbit/s" in text
     record = json.loads((tmp_path / "c.json").read_text())
     rows = {(r["method"], r["topology"], r["workers"]): r for r in record["results"]}
     assert len(rows) == len(record["results"]) == 2 * 2 * 2
@@ -309,7 +307,6 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
     four, five = (rows[f"blockint:{bits}", "ring", 4] for bits in ("4", "code_bits=5"))
     assert 2 < four["vnmse"] / five["vnmse"] < 8
     assert rows["blockint:4", "all_to_all", 4]["vnmse"] < four["vnmse"]
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -324,8 +321,6 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         ({"methods": ("psum",)}, "--methods: 'psum' is not simulated. Give 'exact'"),
         ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
         ({"seeds": 0}, "at least 1"),
-        ({"codec_ns": -1.0}, "--codec-ns is -1.0: give at least 0"),
-        ({"codec_ns": float("nan")}, "--codec-ns is nan"),
     ],
 )
 def test_mistakes_are_refused(options, says):
@@ -356,35 +351,3 @@ def test_a_topology_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
     )
     assert options.run() == 0
     assert "1 left out" in capsys.readouterr().out
-
-
-def test_the_table_and_the_plot_show_all_rows(tmp_path):
-    step = {"vnmse": 1e-3, "relative": 0.1, "above_half": 0.25, "gain": 1.0, "seconds": 1.0}
-    step |= {"replicas_equal": True}
-    rows = [
-        {
-            "setting": f"m{n}:ring",
-            "method": f"m{n}",
-            "topology": "ring",
-            "workers": workers,
-            "size": 1000,
-            "bits": float(n),
-            "bytes_per_worker": 1000 * n,
-            "codec_ns": 1.0,
-            "seconds": 0.1 * n,
-            "replicas_equal": True,
-            "steps": {"step 1": step},
-            "vnmse": 10.0**-n,
-            "relative": 0.1,
-            "above_half": 0.25,
-        }
-        for n in (3, 4)
-        for workers in (2, 8)
-    ]
-    text = shown(compare_table(rows[:1], 1e9))
-    assert "m3" in text and "at 1 Gbit/s" in text and "25.0%" in text
-    plots.save_errors(tmp_path / "p.svg", rows, "a link")
-    drawn = (tmp_path / "p.svg").read_text()
-    assert "<svg" in drawn
-    legend = drawn[drawn.index('id="legend') :]
-    assert "m3 ring" in legend and "m4 ring" in legend

@@ -204,29 +204,3 @@ def test_errors_grow_with_the_length_of_the_path():
         assert growth[0] > 5 * growth[1] > 5 * growth[2] > 5
     with pytest.raises(ValueError, match="agreement=2"):
         Ring().error_growth(8, agreement=2)
-
-
-# -------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("name", ("gbit_per_s", "latency_us", "efficiency", "oversubscription"))
-@pytest.mark.parametrize("value", (-1, "10", float("nan")))
-def test_networks_that_cannot_be(name, value):
-    with pytest.raises(
-        ValueError, match=f"{name}={value!r} .* Give a (positive number|number of at least 0)"
-    ):
-        Network(**{name: value})
-
-
-@pytest.mark.parametrize("name", ("gbit_per_s", "efficiency", "oversubscription"))
-def test_a_latency_may_be_zero_and_nothing_else(name):
-    assert Network(latency_us=0).latency_us == 0
-    with pytest.raises(ValueError, match=f"{name}=0 .* Give a positive number"):
-        Network(**{name: 0})
-
-
-@pytest.mark.parametrize("name", ("ns_per_coordinate", "us_per_step"))
-@pytest.mark.parametrize("value", (-1, "10"))
-def test_speeds_that_cannot_be(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r}"):
-        CodecSpeed(**{"ns_per_coordinate": 1.0, name: value})

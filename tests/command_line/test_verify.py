@@ -1,9 +1,8 @@
 """`dynamiq-jax verify`: broken backends are found and named, and the all-reduce is still right."""
 
-import concurrent.futures
 import json
+import pathlib
 import re
-import socket
 
 import jax
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 from dynamiq_jax._commands import verify
 from dynamiq_jax._commands.verify import Verify
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._measurement import kernel_checks
-from dynamiq_jax._measurement.batches import Batches
+from dynamiq_jax._measurement import kernel_checks, kernel_speed
 from dynamiq_jax._measurement.kernel_checks import CASES, KernelVerdict
+from dynamiq_jax._measurement.kernel_speed import Batches
 from dynamiq_jax._prediction.break_even import rate_of_kernels
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import differences
@@ -23,7 +22,7 @@ from pallas_kernels.codec.rounding import ROUNDINGS
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import CALLS, HARD
 from tests.support.broken_backends import BROKEN, backend
-from tests.support.commands import command
+from tests.support.commands import command, on_two_processes
 
 CASE = "two widths"
 SMALL = {"cases": (CASE,), "size": "4Ki", "repeats": 1}
@@ -139,11 +138,6 @@ def test_another_rounding_is_a_problem_unless_it_is_allowed(allow, here, tmp_pat
     assert results["problems"] == ([] if allow else expected)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(CommandError, match=r"--json is .*no folder .*missing\. Make it"):
-        Verify(json=tmp_path / "missing" / "out.json").run()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -154,6 +148,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
         ({"repeats": 0}, "--repeats is 0: give at least 1"),
         ({"size": "8Q"}, "--size: '8Q' is not a number of coordinates"),
         ({"process_id": 1}, "no --coordinator"),
+        ({"json": pathlib.Path("/missing/out.json")}, "--json is /missing/out.json: no folder"),
     ],
 )
 def test_mistakes_end_in_one_line(options, says):
@@ -275,6 +270,19 @@ def test_the_link_of_single_operations_counts_every_operation():
     assert rate == pytest.approx(11 * 14 / 8 * 2**20 / 11e-3, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("operation", kernel_speed.STEPS)
+def test_least_bytes_are_those_of_the_arrays(operation, dtype):
+    """Beside the widths and levels of a codec, which are small."""
+    layout = DynamiQ(bits=5.0).layout(2**14, num_chunks=1)
+    arguments = kernel_speed._arguments(layout, dtype)[operation]
+    program = kernel_speed.operation_of(operation, "xla", layout)
+    arrays = jax.tree.leaves((arguments, jax.eval_shape(program, *arguments)))
+    moved = sum(array.size * array.dtype.itemsize for array in arrays)
+    least = kernel_speed.least_bytes(operation, layout, dtype) * 2**14
+    assert 0.98 * moved < least <= moved
+
+
 # ------------------------------------------------------------------------------- the whole command
 
 
@@ -298,21 +306,9 @@ def test_interpreted_kernels_on_this_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_it_runs_over_several_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    path = tmp_path / "out.json"
-    join = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
     small = ("--size", "4Ki", "--repeats", "1", "--interpret", "--backends", "xla")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(command, "verify", *small, *join, str(rank), "--json", str(path))
-            for rank in range(2)
-        ]
-        first, second = (run.result() for run in runs)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "2 devices" in first.stdout and "2 processes" in first.stdout
-    assert "devices" not in second.stdout  # the first one reports
-    kept = json.loads(path.read_text())
+    first, second, kept = on_two_processes(tmp_path / "out.json", "verify", *small)
+    assert "2 devices" in first and "2 processes" in first
+    assert "devices" not in second  # the first one reports
     assert kept["environment"]["processes"] == 2
     assert [row["workers"] for row in kept["results"]["all_reduce"]] == [2, 2, 2]

@@ -1,9 +1,13 @@
 """`dynamiq-jax` in a process of its own, and its tables."""
 
+import concurrent.futures
+import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -21,6 +25,21 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         timeout=120,
         check=False,
     )
+
+
+def on_two_processes(path: pathlib.Path, *arguments: str) -> tuple[str, str, dict[str, Any]]:
+    """Return what `dynamiq-jax` prints in two processes that join, and what it writes to a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    join = ("--json", str(path), "--coordinator", coordinator, "--num-processes", "2")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(command, *arguments, *join, "--process-id", str(rank)) for rank in range(2)
+        ]
+        first, second = (run.result() for run in runs)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    return first.stdout, second.stdout, json.loads(path.read_text())
 
 
 def shown(*renderables) -> str:

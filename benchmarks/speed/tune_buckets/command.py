@@ -70,7 +70,7 @@ class TuneBuckets:
         if low >= high:
             raise CommandError(f"--low is {self.low} and --high {self.high}: give a larger --high.")
         for name, least in (("candidates", 2), ("rounds", 0), ("warmup", 0), ("steps", 1)):
-            options.check_least(f"--{name}", getattr(self, name), least)
+            options.check_range(f"--{name}", getattr(self, name), least)
         options.check_outputs(self.json, self.plot)
         factory = steps.find_factory(self.step)
         is_first = jax.process_index() == 0

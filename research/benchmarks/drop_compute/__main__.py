@@ -201,7 +201,7 @@ def as_tables(results: dict[str, Any]) -> list[Table]:
 def check(config: Config) -> None:
     """Raise CommandError if an option makes no sense."""
     for name in ("simulated_steps", "calibration_steps"):
-        options.check_least(f"--{name.replace('_', '-')}", getattr(config, name), 3)
+        options.check_range(f"--{name.replace('_', '-')}", getattr(config, name), 3)
     if config.steps <= config.calibration_steps:
         raise CommandError(
             f"--steps is {config.steps}: give more than --calibration-steps, "

@@ -113,19 +113,19 @@ class Predict:
     def _rule(self) -> Rule:
         if not 0 <= self.max_drop <= 1:
             raise CommandError(f"--max-drop is {self.max_drop}: give a share from 0 to 1.")
-        options.check_least("--min-done", self.min_done, 1)
-        options.check_least("--in-flight", self.in_flight, 0)
+        options.check_range("--min-done", self.min_done, 1)
+        options.check_range("--in-flight", self.in_flight, 0)
         return Rule(max_drop=self.max_drop, min_done=self.min_done, in_flight=self.in_flight)
 
     def _latencies(self) -> Latencies:
-        options.check_least("--rest", self.rest, 0)
+        options.check_range("--rest", self.rest, 0)
         if self.latencies is not None:
             return read_latencies(self.latencies, self.rest)
         for name, least in (("workers", 1), ("micro_batches", 1), ("steps", 2), ("deviation", 0)):
-            options.check_least(f"--{name.replace('_', '-')}", getattr(self, name), least)
+            options.check_range(f"--{name.replace('_', '-')}", getattr(self, name), least)
         if not 0 < self.mean < np.inf:
             raise CommandError(f"--mean is {self.mean}: give seconds above 0.")
-        options.check_seed(self.seed)
+        options.check_range("--seed", self.seed, 0, options.MAX_SEED)
         made_up = MadeUp(
             noise=self.noise,
             workers=self.workers,
