@@ -7,7 +7,7 @@ from docs.scripts.cpu_tables import cpu_worker_ns
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
-from dynamiq_jax._prediction.islands import SPARSE, Message
+from dynamiq_jax._prediction.islands import SPARSE, MessageKind
 from dynamiq_jax.topologies import Ring
 
 
@@ -23,7 +23,7 @@ def test_the_speed_of_a_gpu_is_that_of_measured_kernels():
 
 def test_the_codec_times_of_islands_are_measured():
     measured = {row["bits"]: row["ns"] for row in results_of("islands_codec")["rows"]}
-    for message in (SPARSE, Message(bits=4.0)):
+    for message in (SPARSE, MessageKind(bits=4.0)):
         times = measured[message.bits]
         assert (message.encode_ns, message.decode_ns) == pytest.approx(
             (times["encode"], times["decode"]), abs=0.05

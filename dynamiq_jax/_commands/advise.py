@@ -32,7 +32,7 @@ from dynamiq_jax._prediction.device_speeds import (
     TPU_LINKS,
     DeviceKind,
 )
-from dynamiq_jax._prediction.islands import SHARE, SPARSE, Message, island_memory, island_rounds
+from dynamiq_jax._prediction.islands import SHARE, SPARSE, MessageKind, island_memory, island_rounds
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"
@@ -134,7 +134,7 @@ class Advise:
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
         rounds = [
             island_rounds(size, self.workers, message, seconds, self.rate, self.device == "cpu")
-            for message in (SPARSE, *map(Message, self.bits))
+            for message in (SPARSE, *map(MessageKind, self.bits))
         ]
         lines = [
             f"{self.workers} islands with a round every {self.every} steps need "

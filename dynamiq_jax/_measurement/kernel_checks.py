@@ -95,7 +95,7 @@ class KernelCheck:
 
     @property
     def is_right(self) -> bool:
-        """Whether there is an output, up to rounding that of the base."""
+        """True for an output that is, up to rounding, that of the base."""
         return self.verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
 
     def ended(self, verdict: KernelVerdict, text: str) -> "KernelCheck":

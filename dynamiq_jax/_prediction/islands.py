@@ -10,7 +10,7 @@ MARGINS = (1.25, 1.66)
 _DAY = 86400.0
 
 
-class Message(NamedTuple):
+class MessageKind(NamedTuple):
     """A kind of message. By default, it is of some bits for every coordinate."""
 
     bits: float  # of a coordinate
@@ -22,13 +22,13 @@ class Message(NamedTuple):
     rounds: float = 1.0
 
 
-SPARSE = Message(Sparse().bits_a_coordinate, encode_ns=9.7, decode_ns=0.9, rounds=1.21)
+SPARSE = MessageKind(Sparse().bits_a_coordinate, encode_ns=9.7, decode_ns=0.9, rounds=1.21)
 
 
 class IslandRounds(NamedTuple):
     """Prediction for a kind of message."""
 
-    message: Message
+    message: MessageKind
     rate: float  # bits a second at which an exchange takes `SHARE` of a round
     computing: tuple[float, float]  # least and largest share of the time in local steps
     message_bytes: float
@@ -37,7 +37,7 @@ class IslandRounds(NamedTuple):
 
 
 def island_rounds(
-    size: int, islands: int, message: Message, seconds: float, link: float, on_cpu: bool = False
+    size: int, islands: int, message: MessageKind, seconds: float, link: float, on_cpu: bool = False
 ) -> IslandRounds:
     """Predict rounds of `islands.Islands`.
 
