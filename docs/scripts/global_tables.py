@@ -16,11 +16,12 @@ def global_forms() -> str:
     rows = []
     for form, of in found.items():
         first = min(of, key=lambda row: (row["jax"], row["kind"]))
+        difference = max(row["difference"] for row in of)
         axes = " x ".join(f"{name} {size}" for name, size in first["axes"].items())
         rows.append(
             [
                 form.replace("_", " ") + ("" if axes == "data 4" else f" ({axes})"),
-                exponent(max(row["difference"] for row in of)),
+                exponent(difference) if difference else "0",
                 f"{first['bytes_before']:,.0f}",
                 f"{first['bytes_after']:,.0f}",
             ]

@@ -6,16 +6,16 @@ from benchmarks.islands.sparse import rounds_until
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
 
-_ISLAND_MESSAGES = {
+_ISLAND_MESSAGES = (
     "exact",
     "4 bits",
     "0.5 bits",
     "0.25 bits",
-    "0.11 bits",
     "published, 0.16 bits",
+    "0.11 bits",
     "0.25 bits, no residual",
     "0.25 bits, Nesterov",
-}
+)
 
 
 def local_sgd() -> str:
@@ -279,13 +279,11 @@ def islands() -> str:
 def islands_rounds() -> str:
     """Write losses of islands with sparse messages: islands_rounds.json."""
     found = results_of("islands_rounds")
-    results = found["rows"]
-    (exact,) = (row["mean"] for row in results if row["setting"] == "exact")
+    by_setting = {row["setting"]: row for row in found["rows"]}
+    exact = by_setting["exact"]["mean"]
     half = len(exact) // 2
     rows = []
-    for row in results:
-        if row["setting"] not in _ISLAND_MESSAGES:
-            continue
+    for row in (by_setting[setting] for setting in _ISLAND_MESSAGES):
         losses = row["mean"]
         rounds = rounds_until([found["before"], *losses], 2 * half, exact[half - 1])
         until = "not reached" if rounds is None else f"{rounds / half:.2f}x"
