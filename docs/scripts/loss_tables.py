@@ -13,7 +13,8 @@ _HEADER = ["method", "bits", "evaluation loss", "against exact"]
 
 def final_losses() -> str:
     """Write the evaluation loss after training with every method: final_loss.json."""
-    return markdown(_HEADER, [_cells(row) for row in results_of("final_loss")])
+    rows = sorted(results_of("final_loss"), key=lambda row: mean(row["off"]))
+    return markdown(_HEADER, [_cells(row) for row in rows])
 
 
 def muon_losses() -> str:
