@@ -65,16 +65,10 @@ def check(plan: Plan, key: Array) -> None:
     processes = _processes(plan.collective.axes, job.num_processes)
     if len(processes) < 2 or job.process not in processes:
         return
-    description = {
-        **_of_collective(plan, key),
-        **{
-            field: text
-            for name, value in plan.request.settings
-            for field, text in _fields(name, value).items()
-        },
-        **_of_process(),
-        **_of_leaves(plan),
-    }
+    description = _of_collective(plan, key)
+    for name, value in plan.request.settings:
+        description |= _fields(name, value)
+    description |= _of_process() | _of_leaves(plan)
     exchange_of(job).agree(description, processes, only_traces=compat.only_traces())
 
 
@@ -118,12 +112,9 @@ def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
         is_default = field.name == "last_first" and value == field.default  # of its kind
         if isinstance(value, bool | int | float | str) and not is_default:
             texts[field.name] = _text(value)
-        of_compression = _fields("compression", request.compression)
-    return texts | {
-        name: text
-        for name, text in of_compression.items()
-        if not name.startswith(("compression.method", "compression.topology", "compression.specs"))
-    }
+    described = ("compression.method", "compression.topology", "compression.specs")
+    of_compression = _fields("compression", request.compression).items()
+    return texts | {name: text for name, text in of_compression if not name.startswith(described)}
 
 
 def _of_process() -> dict[str, str]:

@@ -44,22 +44,16 @@ def check_plan(plan: Plan) -> None:
     Args:
       plan: the plan.
     """
-    collective = plan.collective
+    collective, limit = plan.collective, plan.request.compression.max_error
     for index, (name, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
         collective.check(name, leaf)
         collective.check_shards(name, leaf, plan.shards.specs[index])
     for method in plan.used:
         collective.check_method(method)
         plan.request.check_state(method)
-    _check_limit(plan)
-
-
-def _check_limit(plan: Plan) -> None:
-    """Raise ValueError for a limit of the error that a collective or a method cannot keep."""
-    limit = plan.request.compression.max_error
     if limit is None:
         return
-    if not isinstance(plan.collective, Measured):
+    if not isinstance(collective, Measured):
         raise ValueError(
             f"max_error={limit!r} limits the error of an all-reduce, and this is half of one. "
             "Leave it out."

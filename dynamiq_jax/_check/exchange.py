@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,12 +48,6 @@ class Exchange:
     """
 
     def __init__(self, client: Any, process: int):
-        """Begin without any description.
-
-        Args:
-          client: client of the coordination service.
-          process: number of this process.
-        """
         self.client = client
         self._process = process
         self._groups: dict[tuple[int, ...], _Group] = {}
@@ -71,12 +65,9 @@ class Exchange:
         A process that has compiled a program with a new description waits for those others that
         have traced it, before it sends the first message: gloo gives them 30 s to connect.
 
-        Args:
-          description: what has to be the same.
-          processes: numbers of the processes that compare, ascending, this one among them.
-          only_traces: whether the call does not run the collective, as `jit(f).lower`. The process
-            may trace that alone, for a log, while others wait with the collective that they run:
-            it goes on, and they wait until it comes.
+        A call that only traces, as `jit(f).lower`, does not run the collective. The process may
+        trace that alone, for a log, while others wait with the collective that they run: it goes
+        on, and they wait until it comes.
 
         Raises:
           RuntimeError: processes wait for each other with descriptions that differ, and all of them
@@ -108,15 +99,13 @@ class _Group:
         text = _packed(description)
         digest = _digest(text)
         if digest not in self._known:
-            warning = self._agree_on_new(digest, text, description, only_traces)
-            if warning is not None:
-                warnings.warn(warning, stacklevel=3)
+            self._agree_on_new(digest, text, description, only_traces)
         compiling.after_compiling(functools.partial(self._on_compiled, digest, description))
 
     def _agree_on_new(
         self, digest: str, text: str, description: Description, only_traces: bool
-    ) -> str | None:
-        """Compare a description; return a warning if it stays unanswered."""
+    ) -> None:
+        """Compare a description; warn if it stays unanswered."""
         start = time.monotonic()
         try:
             self._settle()
@@ -130,11 +119,11 @@ class _Group:
             raise RuntimeError(self._difference(verdict))
         self._known.add(digest)
         missing = () if verdict == AGREED else self._missing(self._ledger.record(digest))
-        if not missing:
-            self._patience = None
-            return None
-        self._patience = SHORT_PATIENCE
-        return disagreement.unanswered(description, sorted(missing), time.monotonic() - start)
+        self._patience = SHORT_PATIENCE if missing else None
+        if missing:
+            seconds = time.monotonic() - start
+            warning = disagreement.unanswered(description, sorted(missing), seconds)
+            warnings.warn(warning, stacklevel=4)
 
     def _on_compiled(self, digest: str, description: Description, runs: bool) -> None:
         """Show that a program with a description is compiled, and wait for others that traced it.
@@ -151,7 +140,7 @@ class _Group:
 
     def _await_programs(self, digest: str, description: Description) -> None:
         start, is_silent = time.monotonic(), True
-        while others := self._compiling(digest):
+        while others := self._ledger.record(digest).compiling:
             seconds = time.monotonic() - start
             if seconds > COMPILING:
                 return
@@ -159,10 +148,6 @@ class _Group:
                 is_silent = False
                 warnings.warn(disagreement.compiling(description, others, seconds), stacklevel=2)
             self._ledger.await_program(digest, others[0], PATIENCE)
-
-    def _compiling(self, digest: str) -> list[int]:
-        record = self._ledger.record(digest)
-        return sorted({*record.present} - record.compiled)
 
     def _settle(self) -> None:
         """Raise a difference that late processes found in what this process went on with."""
@@ -288,7 +273,7 @@ def _is_only_thread() -> bool:
     return threading.active_count() == 1
 
 
-def _packed(description: Mapping[str, str]) -> str:
+def _packed(description: Description) -> str:
     """Return a description as text: a large model has thousands of leaves."""
     text = json.dumps(description)
     return base64.b85encode(zlib.compress(text.encode())).decode()

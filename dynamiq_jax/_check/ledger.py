@@ -1,7 +1,7 @@
 """Descriptions of processes and verdicts about them, in the coordination service of a job."""
 
 import contextlib
-import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping
@@ -20,8 +20,7 @@ class Entry(NamedTuple):
     round: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """End of a round: all processes agree, some did not come, or descriptions differ.
 
     They differ late if some processes went on before.
@@ -56,13 +55,17 @@ class DescriptionRecord(NamedTuple):
         }
 
     @property
+    def compiling(self) -> list[int]:
+        """Processes that traced the program and have not compiled it yet."""
+        return sorted({*self.present} - self.compiled)
+
+    @property
     def next_round(self) -> int:
         """The first round that has no verdict."""
         return max(self.verdicts, default=-1) + 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """Wait of a process for the others."""
 
     entry: Entry
@@ -80,15 +83,9 @@ class Ledger:
     """
 
     def __init__(self, client: Any, process: int, group: str):
-        """Remove what a process of the same number left before it was restarted.
-
-        Args:
-          client: client of the coordination service.
-          process: number of this process.
-          group: name of the group.
-        """
         self._client, self._process = client, process
         self._place = f"{_ROOT}/{group}"
+        # Of a process of the same number, before it was restarted.
         client.key_value_delete(f"{self._place}/waits/{process}/")
 
     def publish(self, digest: str, text: str) -> None:
@@ -119,11 +116,11 @@ class Ledger:
 
     def compiled(self, digest: str) -> None:
         """Let others see that this process has compiled a program with a description."""
-        self._set(self._place_of_program(digest, self._process), "")
+        self._set(f"{self._place}/{digest}/compiled/{self._process}", "")
 
     def await_program(self, digest: str, process: int, seconds: float) -> None:
         """Wait until another process has compiled such a program, or the time is over."""
-        place = self._place_of_program(digest, process)
+        place = f"{self._place}/{digest}/compiled/{process}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.blocking_key_value_get(place, int(1000 * seconds))
 
@@ -131,7 +128,7 @@ class Ledger:
         """Give a round its verdict, unless it has one. Return the one that it has."""
         place = f"{self._place}/{digest}/verdict/{number}"
         try:
-            self._client.key_value_set(place, json.dumps(dataclasses.astuple(verdict)))
+            self._client.key_value_set(place, json.dumps(verdict))
         except jax.errors.JaxRuntimeError:
             if standing := self.record(digest).verdicts.get(number):
                 return standing
@@ -140,8 +137,7 @@ class Ledger:
 
     def decide_late(self, digest: str, number: int, verdict: Verdict) -> None:
         """Write a difference for processes that went on, which read it when they next compare."""
-        text = json.dumps(dataclasses.astuple(verdict))
-        self._set(f"{self._place}/{digest}/late/{number}", text)
+        self._set(f"{self._place}/{digest}/late/{number}", json.dumps(verdict))
 
     def await_verdict(self, digest: str, number: int, seconds: float) -> Verdict | None:
         """Wait for the verdict of a round; return None if there is none in time."""
@@ -163,21 +159,15 @@ class Ledger:
     def waits(self) -> list[Wait]:
         """Read the waits of all processes, the first one first, also those of who went on."""
         found = []
-        records: dict[str, DescriptionRecord] = {}
+        record = functools.cache(self.record)
         for key, value in self._client.key_value_dir_get(f"{self._place}/waits/"):
             process, digest = key.split("/")[-2:]
             number, since, only_thread, only_traces = json.loads(value)
-            if digest not in records:
-                records[digest] = self.record(digest)
-            verdict = records[digest].verdicts.get(number)
-            if verdict is None or verdict == WENT_ON:
+            verdict = record(digest).verdicts.get(number)
+            if verdict in (None, WENT_ON):
                 entry = Entry(int(process), digest, number)
-                is_over = verdict == WENT_ON
-                found.append(Wait(entry, since, only_thread, only_traces, is_over))
+                found.append(Wait(entry, since, only_thread, only_traces, verdict == WENT_ON))
         return sorted(found, key=lambda wait: wait.since)
-
-    def _place_of_program(self, digest: str, process: int) -> str:
-        return f"{self._place}/{digest}/compiled/{process}"
 
     def _set(self, place: str, value: str) -> None:
         self._client.key_value_set(place, value, allow_overwrite=True)

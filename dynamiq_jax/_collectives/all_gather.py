@@ -68,6 +68,10 @@ class AllGather(Collective):
         return jax.ShapeDtypeStruct((self.axes.num_workers, *leaf.shape), leaf.dtype)
 
     @override
+    def multiple(self, bucket: Bucket) -> int:
+        return bucket.method.granule
+
+    @override
     def shape(self, leaf: Array) -> tuple[int, ...]:
         shape, dimension, workers = list(leaf.shape), self._dimension(leaf), self.axes.num_workers
         if not self.tiled:

@@ -29,18 +29,6 @@ class AllReduce(Collective):
         return CutRules(compression.bucketing)
 
     @override
-    def multiple(self, bucket: Bucket) -> int:
-        return 1
-
-    @override
-    def shape(self, leaf: Array) -> tuple[int, ...]:
-        return leaf.shape
-
-    @override
-    def restore(self, rows: Array, leaf: Array) -> Array:
-        return rows.reshape(leaf.shape)
-
-    @override
     def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
         return exact.all_reduce(leaves, self.axes, self.divisor, token)
 

@@ -76,25 +76,25 @@ class Collective(abc.ABC):
 
     def multiple(self, bucket: Bucket) -> int:
         """Return the multiple of coordinates that rows of a bucket are padded to."""
-        return bucket.method.granule
+        return 1
 
-    @abc.abstractmethod
     def shape(self, leaf: Array) -> tuple[int, ...]:
-        """Return the shape of the result of a leaf.
+        """Return the shape of the result of a leaf; by default that of the leaf.
 
         Law: that of `restore`, and of the collective of `jax.lax` of the same name.
         """
+        return leaf.shape
 
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
         """Return how the result of a leaf is split over the axes of its shards."""
         return spec
 
-    @abc.abstractmethod
     def restore(self, rows: Array, leaf: Array) -> Array:
         """Reshape result rows, [rows, coordinates], to the result of a leaf.
 
         Law: of `rows(leaf)` it is the leaf, or the parts of all workers that are like it.
         """
+        return rows.reshape(self.shape(leaf))
 
     @abc.abstractmethod
     def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:

@@ -151,7 +151,11 @@ def send_group(
     if len(numbers) == 1:
         carried, sent = turn(group.start, (0, numbers[0], states[numbers[0]]))
         return [sent], carried
-    return _looped(turn, numbers, group.start, states)
+    places = np.arange(len(numbers), dtype=np.int32)
+    of_group = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
+    turns = places, np.array(numbers, np.int32), of_group
+    carried, stacked = lax.scan(turn, group.start, turns)
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in range(len(numbers))], carried
 
 
 def transfer_of(plan: Plan) -> Transfer:
@@ -192,17 +196,3 @@ def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
     if bucket.split_over:  # different shards get different noise, on any mesh
         key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
     return key
-
-
-def _looped(
-    turn: Callable[[Carried, Any], tuple[Carried, Reduced]],
-    numbers: tuple[int, ...],
-    start: Carried,
-    states: States,
-) -> tuple[list[Reduced], Carried]:
-    """Run the turns of a loop over buckets; return their results, and the carried arrays."""
-    places = np.arange(len(numbers), dtype=np.int32)
-    stacked_states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(states[n] for n in numbers))
-    carried, stacked = lax.scan(turn, start, (places, np.array(numbers, np.int32), stacked_states))
-    sent = [jax.tree.map(lambda leaf, n=n: leaf[n], stacked) for n in range(len(numbers))]
-    return sent, carried

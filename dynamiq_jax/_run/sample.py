@@ -50,10 +50,10 @@ def fold_in_sample(
     """
     if not leaves:
         return key
-    samples = [bits_of(_sample(leaf)).reshape(-1) for leaf in leaves]
+    samples = [_bits_of(_sample(leaf)).reshape(-1) for leaf in leaves]
     for one in {compat.varying_axes(sample): sample for sample in samples}.values():
         samples = compat.match_varying(samples, one)
-    word = after(token, hash_of(jnp.concatenate(samples)))
+    word = after(token, _hash_of(jnp.concatenate(samples)))
     if axis_names:
         place = mix(lax.axis_index(tuple(axis_names)).astype(jnp.uint32) + np.uint32(1))
         word = lax.psum(mix(word ^ place), tuple(axis_names))
@@ -66,24 +66,16 @@ def _sample(leaf: Array) -> Array:
     return lax.slice(leaf.reshape(-1), (0,), (leaf.size,), (stride,))
 
 
-def hash_of(bits: Array, salt: Array | np.uint32 = np.uint32(0)) -> Array:
-    """Return a hash of words, uint32 of any shape: their sum, each mixed with its place."""
-    # Numbers that are 2^32 places apart may change places without a change of the hash.
-    places = jnp.zeros(bits.shape, jnp.uint32)
-    for dimension in range(bits.ndim):  # the compiler would gather a flat array
-        places = places * np.uint32(bits.shape[dimension] % 2**32) + lax.broadcasted_iota(
-            jnp.uint32, bits.shape, dimension
-        )
-    places = places * np.uint32(0x9E3779B9)
-    return jnp.sum(mix(bits ^ mix(places + mix(jnp.uint32(salt)))), dtype=jnp.uint32)
+def _hash_of(words: Array) -> Array:
+    """Return a hash of words, uint32 [count]: their sum, each mixed with its place."""
+    places = lax.iota(jnp.uint32, words.size) * np.uint32(0x9E3779B9)
+    return jnp.sum(mix(words ^ mix(places)), dtype=jnp.uint32)
 
 
-def bits_of(leaf: Array) -> Array:
+def _bits_of(leaf: Array) -> Array:
     """Return all bits of an array, uint32, with the words of one number along the last axis."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf).astype(jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return jnp.stack([bits_of(leaf.real), bits_of(leaf.imag)])
+        return jnp.stack([_bits_of(leaf.real), _bits_of(leaf.imag)])
     if leaf.dtype.itemsize == 8:
         return lax.bitcast_convert_type(leaf, jnp.uint32)
     if jnp.issubdtype(leaf.dtype, jnp.floating):

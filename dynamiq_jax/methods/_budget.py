@@ -1,12 +1,16 @@
 """Budgets in bits for each coordinate, of methods that send a part of the coordinates."""
 
+import abc
 import bisect
+import dataclasses
 import numbers
 from collections.abc import Callable
 from typing import Any
 
 from dynamiq_jax._core import WireCost
 from dynamiq_jax.methods._base import Call
+from dynamiq_jax.methods._sparse_blocks import SparseBlocks
+from pallas_kernels._jax.compat import override
 
 _MAX_BITS = 32.0
 
@@ -42,3 +46,27 @@ def most_within(bits: float, call: Call, most: int, cost_of: Callable[[int], Wir
 
     allowed = bits / 8 * call.size * 2 * (call.num_workers - 1) / call.num_workers
     return max(1, bisect.bisect_right(range(1, most + 1), allowed, key=sent))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetedBlocks(SparseBlocks):
+    """A method that has room for as many blocks as `bits` pay for, scores included."""
+
+    bits: float = 2.0  # per coordinate of the bucket, scores included: with BF16, 1/8 of the blocks
+
+    @override
+    def __post_init__(self):
+        super().__post_init__()
+        taken_by = f", which the scores of blocks of {self.block_size} take"
+        check_bits(self.bits, self.score_bits / self.block_size, taken_by)
+
+    @property
+    @abc.abstractmethod
+    def score_bits(self) -> int:
+        """Bits on the wire for the score of one block."""
+
+    @override
+    def num_chosen(self, call: Call) -> int:
+        """Return the most blocks that keep the wire within `bits`."""
+        most = self.num_blocks(call.size)
+        return most_within(self.bits, call, most, lambda room: self.cost_of(room, call))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 
 from dynamiq_jax._core import WireCost, check_integer
 from dynamiq_jax.methods._base import Call, Method, Reduced, State
@@ -122,19 +123,20 @@ def _factorize(
     matrices = [_as_matrix(*pair) for pair in zip(parts, pieces, strict=True) if pair[1].columns]
     whole = [part for part, piece in zip(parts, pieces, strict=True) if not piece.columns]
     products = [_dot(matrix, q) for matrix, q in zip(matrices, state, strict=True)]
-    shapes = [array.shape for array in (*whole, *products)]
-    firsts = [_split(view, shapes) for view in send(_join([*whole, *products]), keys[0])]
+    message, as_parts = ravel_pytree((whole, products))
+    views = send(message, keys[0])
     if not matrices:
-        return [_join(first) for first in firsts], state
+        return views, state
 
-    bases = [_orthonormal(product) for product in firsts[0][len(whole) :]]
+    firsts = [as_parts(view) for view in views]
+    bases = [_orthonormal(product) for product in firsts[0][1]]
     factors = [_dot(m.T, base) for m, base in zip(matrices, bases, strict=True)]
-    shapes = [factor.shape for factor in factors]
-    seconds = [_split(view, shapes) for view in send(_join(factors), keys[1])]
+    message, as_factors = ravel_pytree(factors)
+    seconds = [as_factors(view) for view in send(message, keys[1])]
     results = []
-    for first, second in zip(firsts, seconds, strict=True):
+    for (whole, _), second in zip(firsts, seconds, strict=True):
         products = [_dot(base, q.T) for base, q in zip(bases, second, strict=True)]
-        results.append(_assemble(pieces, first[: len(whole)], products))
+        results.append(_assemble(pieces, whole, products))
     return results, tuple(map(_next_q, state, seconds[0]))
 
 
@@ -176,7 +178,7 @@ def _as_matrix(part: Array, piece: _Piece) -> Array:
 def _assemble(pieces: list[_Piece], whole: list[Array], matrices: list[Array]) -> Array:
     """Join pieces, whole ones and matrices: float32 [size]."""
     rest, products = iter(whole), iter(matrices)
-    return _join(
+    return jnp.concatenate(
         [
             next(products).reshape(-1)[: piece.size] if piece.columns else next(rest)
             for piece in pieces
@@ -184,12 +186,7 @@ def _assemble(pieces: list[_Piece], whole: list[Array], matrices: list[Array]) -
     )
 
 
-def _join(arrays: Sequence[Array]) -> Array:
-    return jnp.concatenate([array.reshape(-1) for array in arrays])
-
-
 def _split(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Invert `_join`."""
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     parts = jnp.split(flat, ends[:-1])
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -7,7 +7,7 @@ from jax import Array
 
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import _norms as norms
-from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
+from dynamiq_jax.methods._budget import BudgetedBlocks
 from pallas_kernels._jax.compat import override
 from pallas_kernels.codec import l2_norm
 

@@ -14,9 +14,8 @@ from dynamiq_jax._core import (
     take_chunk,
 )
 from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
-from dynamiq_jax.methods._budget import check_bits, most_within
-from dynamiq_jax.methods._budgeted_blocks import BudgetedBlocks
-from dynamiq_jax.methods._feedback import Feedback
+from dynamiq_jax.methods._budget import BudgetedBlocks, check_bits, most_within
+from dynamiq_jax.methods._error_feedback import Feedback
 from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
 from pallas_kernels._jax.compat import match_varying, override, same_over, vary_over
 

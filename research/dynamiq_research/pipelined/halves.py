@@ -50,18 +50,6 @@ class _Half(Collective):
     """One half of a mean over all workers."""
 
     @override
-    def multiple(self, bucket: Bucket) -> int:
-        return 1
-
-    @override
-    def shape(self, leaf: Array) -> tuple[int, ...]:
-        return leaf.shape
-
-    @override
-    def restore(self, rows: Array, leaf: Array) -> Array:
-        return rows.reshape(leaf.shape)
-
-    @override
     def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
         return all_reduce_exact(leaves, self.axes, self.axes.num_workers, token)
 
