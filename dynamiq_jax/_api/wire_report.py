@@ -14,7 +14,7 @@ from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax._states import owner
+from dynamiq_jax._states.states import comparison_bytes
 from dynamiq_jax.methods import Method
 from pallas_kernels._jax.compat import override
 
@@ -109,7 +109,7 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
     exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
     sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if request.estimates else 0
     is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
-    checked = owner.bytes_sent(axes) if is_stateful else 0
+    checked = comparison_bytes(axes) if is_stateful else 0
     total = compressed + exactly + sampled + checked
     shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
     by_leaf: dict[int, Method] = {}

@@ -27,12 +27,10 @@ _lock = threading.Lock()
 def after_compiling(function: Callable[[bool], None]) -> None:
     """Call a function when the program that is traced here has been compiled.
 
-    The program stays as it is, and its runs cost nothing.
-
-    Args:
-      function: function to call with True, if the call that traces the program is about to run it.
-        A program that is only traced, as by `jit(f).lower`, may be compiled anywhere: the function
-        is then called with False, when this process has next compiled some program.
+    The program stays as it is, and its runs cost nothing. The function is called with True if the
+    call that traces the program is about to run it. A program that is only traced, as by
+    `jit(f).lower`, may be compiled anywhere: the function is then called with False, when this
+    process has next compiled some program.
     """
     _listen()
     call = compat.running_call()

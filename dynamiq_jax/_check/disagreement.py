@@ -13,9 +13,7 @@ Description = Mapping[str, str]  # field to value; readable, as errors show them
 def difference(descriptions: Mapping[int, Description], is_late: bool = False) -> str:
     """Return the error for descriptions that differ, by process.
 
-    Args:
-      descriptions: descriptions by process.
-      is_late: whether some processes went on before others came.
+    If `is_late`, some processes went on before others came.
     """
     fields = dict.fromkeys(field for each in descriptions.values() for field in each)
     lines, differing = [], set[str]()

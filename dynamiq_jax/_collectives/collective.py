@@ -121,11 +121,5 @@ class Collective(abc.ABC):
     def summary(
         self, buckets: Sequence[Bucket], measured: Sequence[Any], exact_leaves: Sequence[Any]
     ) -> dict[str, Array]:
-        """Return metrics of all buckets together, float32 scalars.
-
-        Args:
-          buckets: buckets of the plan.
-          measured: `Reduced.measured` of each of them.
-          exact_leaves: leaves that are summed exactly.
-        """
+        """Return metrics of all buckets together, float32 scalars, from `Reduced.measured`."""
         return {}

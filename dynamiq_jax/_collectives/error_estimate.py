@@ -46,12 +46,7 @@ class Estimate(NamedTuple):
         return jnp.where(self.error == 0, np.float32(0), self.error / self.square)
 
     def may_exceed(self, limit: float, variance: Array) -> Array:
-        """Return whether the vNMSE may be above a limit: within two standard deviations.
-
-        Args:
-          limit: largest vNMSE.
-          variance: variance of `error` as an estimate.
-        """
+        """Return whether the vNMSE may be above a limit, within two standard deviations."""
         return self.error + np.float32(2) * jnp.sqrt(variance) > np.float32(limit) * self.square
 
 
@@ -88,15 +83,7 @@ def sample_bytes(bucket: Bucket, axes: Axes) -> int:
 def estimate(
     axes: Axes, bucket: Bucket, flat: Array, total: Array, key: Array, divisor: int
 ) -> tuple[Estimate, Array]:
-    """Estimate the error of the all-reduce of a bucket.
-
-    Args:
-      axes: axes of the collective.
-      bucket: the bucket.
-      flat: values of this worker, [size].
-      total: the result, [size], the same on all workers.
-      key: typed PRNG key, the same on all workers.
-      divisor: what the exact sum is divided by.
+    """Estimate the error of an all-reduce: of the values of this worker and the total, [size].
 
     Returns:
       The estimate, and the variance of its `error`.

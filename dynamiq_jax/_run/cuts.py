@@ -31,13 +31,6 @@ class Cut(abc.ABC):
     start: Carried = ()  # arrays that a loop carries, before its first turn
 
     def __init__(self, collective: Collective, buckets: Sequence[Bucket], leaves: Leaves):
-        """Cut the leaves of buckets.
-
-        Args:
-          collective: the collective, for the layout of leaves.
-          buckets: buckets of a group, in the order in which they are sent.
-          leaves: leaves of one device, by index.
-        """
         self.collective, self.buckets, self.leaves = collective, tuple(buckets), leaves
 
     @abc.abstractmethod

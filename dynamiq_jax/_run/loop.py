@@ -17,7 +17,6 @@ from dynamiq_jax._buckets.order import after, token_of
 from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
-from dynamiq_jax._run.no_gradient import refuse_gradient
 from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import States
 from dynamiq_jax.methods import Reduced, State
@@ -35,14 +34,7 @@ def send_all(
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
-    Args:
-      plan: the plan.
-      leaves: leaves of this device by index; untouched ones may be missing.
-      key: typed PRNG key, the same on all workers.
-      states: states of the method for every bucket.
-      token: token that the first transfer waits for; see `order.after`.
-      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
-        None: there are none.
+    The arguments are those of `send_groups`; untouched leaves may be missing.
 
     Returns:
       Results by index; states for the next step; metrics of the method, which are means over
@@ -98,8 +90,9 @@ def send_groups(
       leaves: leaves of this device by index.
       key: typed PRNG key, the same on all workers.
       states: states of the method for every bucket of the plan.
-      token: token that the first transfer waits for.
-      sampled_over: axes of samples; see `send_all`.
+      token: token that the first transfer waits for; see `order.after`.
+      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
+        None: there are none.
 
     Yields:
       Numbers of the buckets of a group, their results, their leaves, and the carried arrays.
@@ -143,7 +136,7 @@ def send_group(
 
     def turn(carried: Carried, each: Any) -> tuple[Carried, Reduced]:
         place, number, state = each
-        flat = refuse_gradient(join(group.take(carried, place), multiple))
+        flat = _refuse_gradient(join(group.take(carried, place), multiple))
         sent = transfer(first, after(token, flat), key_of(key, first, number), state)
         carried, total = group.put(carried, place, sent.total)
         return carried, dataclasses.replace(sent, total=total)
@@ -196,3 +189,30 @@ def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
     if bucket.split_over:  # different shards get different noise, on any mesh
         key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))
     return key
+
+
+def _refuse_gradient(flat: Array) -> Array:
+    """Return `flat`, and raise an error if it is differentiated.
+
+    The gradient of a rounded value is zero, an error that would otherwise pass unnoticed.
+    """
+    # A view: under vmap inside jit, `jax.custom_vjp` fails on NumPy arrays.
+    return lax.squeeze(_refusing(lax.expand_dims(flat, (0,))), (0,))
+
+
+@jax.custom_vjp
+def _refusing(flat: Array) -> Array:
+    return flat
+
+
+def _refuse(*_: Any) -> Any:
+    raise ValueError(
+        "Compressed sums (dq.psum, dq.pmean, dq.psum_scatter) cannot be differentiated: rounding "
+        "has no useful gradient. Take the gradient first and reduce it afterwards, or use "
+        "dq.all_gather, whose transpose is a compressed sum. For a gradient of a gradient, such as "
+        "a penalty or a Hessian-vector product, take both of the plain loss, and give the whole "
+        "step to dq.compress."
+    )
+
+
+_refusing.defvjp(_refuse, _refuse)

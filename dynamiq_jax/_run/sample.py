@@ -40,13 +40,8 @@ def fold_in_sample(
 ) -> Array:
     """Return a key that depends on a sample of arrays on all devices of some axes.
 
-    The devices exchange a hash of four bytes.
-
-    Args:
-      key: typed PRNG key, the same on all of these devices.
-      leaves: arrays of this device.
-      axis_names: the axes; none for arrays that are the same everywhere.
-      token: token that the message waits for; see `order.after`.
+    The devices exchange a hash of four bytes, once the token is available. Without axes, arrays are
+    the same everywhere.
     """
     if not leaves:
         return key

@@ -21,11 +21,6 @@ def is_unreduced(tree: Any) -> bool:
 def reduce_unreduced(reduce: Callable[[Any], Result], tree: Any, axis_name: AxisName) -> Result:
     """Reduce the parts of unreduced arrays, as a sum over the axis inside `shard_map` does.
 
-    Args:
-      reduce: sum of a tree over the axis, which may have further results.
-      tree: pytree of arrays, all unreduced over the axis and no other.
-      axis_name: one axis, or several; see `psum`.
-
     Raises:
       ValueError: a leaf is unreduced over other axes, or reduced; or this version of JAX has no map
         of unreduced arrays over some axes.

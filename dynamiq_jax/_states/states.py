@@ -1,20 +1,32 @@
-"""States of methods in a call: their names, their specs, and those of the first step."""
+"""States of methods in a call: their names, their specs, and those of the first step.
+
+Beside them is a record of the worker that they belong to, which is compared in every step. Where
+types do not record the axes over which values vary, `out_specs=P()` passes each worker its own
+states, but a checkpoint holds those of one worker for all. Only a comparison at run time notices.
+"""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._buckets.order import after, token_of
+from dynamiq_jax._inputs.request import RESET_STATES
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.state_names import check_names
-from dynamiq_jax._states.owner import OWNER, owner, reset_foreign
 from dynamiq_jax.methods import State
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
+Tree = TypeVar("Tree")
+
+OWNER = "worker"  # name of the record, among those of states
 _ANEW = (
     "With another number of workers than before, begin with new states: "
     "init(params)._replace(step=state.step), or init(state.reference) of LocalSGD."
@@ -69,12 +81,7 @@ def by_name(plan: Plan, states: States) -> NamedStates:
 def to_go_on_with(
     plan: Plan, states: NamedStates | None, token: Array | None
 ) -> tuple[States, dict[str, Array], Array | None]:
-    """Return the states of one device for a step, from those by name.
-
-    Args:
-      plan: the plan.
-      states: states of the step before by their names; None before the first step.
-      token: token that a comparison of workers waits for; see `order.after`.
+    """Return the states of one device for a step, from those by name; None before the first step.
 
     Returns:
       States, metrics about them, and the token to go on with.
@@ -124,10 +131,7 @@ def check_state_names(states: Any, wanted: Iterable[str]) -> None:
 def check_has_owner(states: Any, wanted: Iterable[str], with_owner: str) -> None:
     """Raise ValueError for states that lack only the record of their worker.
 
-    Args:
-      states: states by their names.
-      wanted: names of the states that are needed.
-      with_owner: expression of a user for the same states with the record.
+    `with_owner` is the expression of a user for the same states with the record.
     """
     if isinstance(states, Mapping) and {*wanted} - {*states} == {OWNER}:
         raise ValueError(
@@ -143,3 +147,34 @@ def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:
         (jax.tree_util.keystr(path), np.shape(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(states)
     ]
+
+
+def owner(axes: Axes) -> Array:
+    """Return the record of this worker, int32 [2]: its index, and the number of workers."""
+    index = lax.axis_index(axes.names)
+    return jnp.stack([index, jnp.full_like(index, axes.num_workers)])
+
+
+def reset_foreign(
+    record: Array, states: Tree, first: Tree, axes: Axes, token: Array | None
+) -> tuple[Tree, dict[str, Array], Array | None]:
+    """Return the states to go on with: first ones on all workers if any has those of another.
+
+    All of them start anew together: parts of some states are the same on all workers, or add up to
+    others. The decision depends on the record alone, so it can be sent while gradients are
+    computed. `record` is from `owner` in an earlier step.
+
+    Returns:
+      States like the first ones, metrics, and a token that is available after the comparison.
+    """
+    with scopes.scope(scopes.STATES):
+        is_foreign = jnp.any(record != owner(axes))
+        count = lax.psum(after(token, is_foreign.astype(jnp.int32)), axes.names)
+    kept = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), first, states)
+    share = count.astype(jnp.float32) / np.float32(axes.num_workers)
+    return kept, {RESET_STATES: share}, token_of([count])
+
+
+def comparison_bytes(axes: Axes) -> int:
+    """Count the bytes that each worker sends in `reset_foreign`."""
+    return exact.bytes_sent(axes, [jax.ShapeDtypeStruct((), jnp.int32)])

@@ -228,10 +228,7 @@ class DynamiQ(ChunkedMethod):
             row_norms=row_norms,
         )
 
-    @staticmethod
-    def reorders_sums(num_workers: int) -> bool:
-        """Return whether an all-to-all orders the rows of each sum by the sum itself."""
-        return reorders_sums(num_workers)
+    reorders_sums = staticmethod(reorders_sums)
 
     def layout_of(self, call: Call) -> Layout:
         """Return the static layout of the bucket of a call."""

@@ -27,7 +27,7 @@ _MIN_WORKERS_TO_REORDER = 8
 
 
 def reorders_sums(num_workers: int) -> bool:
-    """Return whether a sum that is compressed once, of all workers, gets an order of its own."""
+    """Return whether an all-to-all orders the rows of each sum by the sum itself."""
     return num_workers >= _MIN_WORKERS_TO_REORDER
 
 

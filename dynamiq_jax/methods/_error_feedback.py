@@ -21,6 +21,8 @@ class Feedback(Method):
 
     inner: Method  # the method that leaves something out: biased and coarse methods gain most
 
+    is_stateful = True
+
     def __post_init__(self):
         if not isinstance(self.inner, Method):
             raise ValueError(
@@ -36,11 +38,6 @@ class Feedback(Method):
     @override
     def uses_shapes(self) -> bool:
         return self.inner.uses_shapes
-
-    @property
-    @override
-    def is_stateful(self) -> bool:
-        return True
 
     @property
     @override

@@ -80,14 +80,7 @@ def block_scales(maxima: Array, element: Element) -> Array:
 
     Exponents are clipped to -127 .. 127 (standard, section 6.3). By the standard's choice, a
     largest value between max and 2^(emax + 1) scales saturates: e4m3 loses up to 12.5 % of it, e2m1
-    25 %.
-
-    Args:
-      maxima: bits of max |x| of each block, uint32, any shape; NaN and Inf give the scale NaN.
-      element: format of the elements.
-
-    Returns:
-      uint8 of that shape.
+    25 %. `maxima` are bits of max |x| of each block, uint32; NaN and Inf give the scale NaN.
     """
     exponents = (maxima >> np.uint32(_MANTISSA_BITS)).astype(jnp.int32)
     scales = jnp.maximum(exponents - element.max_exponent, 0)
@@ -95,17 +88,10 @@ def block_scales(maxima: Array, element: Element) -> Array:
 
 
 def encode(values: Array, scales: Array, element: Element) -> Array:
-    """Encode values / scales, rounded to nearest even and saturating, for all normal float32.
+    """Encode values / scales to uint16, rounded to nearest even and saturating.
 
-    Subnormals count as zero, as in the sums of XLA:CPU.
-
-    Args:
-      values: float32, any shape. NaN and Inf saturate: the scale of their block is NaN.
-      scales: E8M0 bytes, uint8 of a shape that broadcasts.
-      element: format of the codes.
-
-    Returns:
-      uint16 of the shape of `values`.
+    Subnormals count as zero, as in the sums of XLA:CPU. NaN and Inf saturate: the scale of their
+    block is NaN. Scales are E8M0 bytes, uint8 of a shape that broadcasts.
     """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     magnitudes = bits & np.int32(2**31 - 1)
@@ -118,15 +104,9 @@ def encode(values: Array, scales: Array, element: Element) -> Array:
 
 
 def decode(codes: Array, scales: Array, element: Element) -> Array:
-    """Decode codes times scales: exact where that is a normal float32, else zero, or Inf.
+    """Decode uint16 codes times scales: exact where that is a normal float32, else zero, or Inf.
 
-    Args:
-      codes: uint16, any shape.
-      scales: E8M0 bytes, uint8 of a shape that broadcasts; NaN makes all of its block NaN.
-      element: format of the codes.
-
-    Returns:
-      float32 of the shape of `codes`.
+    Scales are as in `encode`; NaN makes all of its block NaN.
     """
     words, exponents = codes.astype(jnp.int32), scales.astype(jnp.int32)
     sign_bit = 1 << (element.bits - 1)

@@ -10,14 +10,11 @@ _BYTES = 2  # of a norm: sent as bits of bfloat16, which XLA:CPU would widen
 
 
 def combine_norms(local: Array, axis: Axis) -> Array:
-    """Combine norms as sqrt(sum of squares).
+    """Combine norms as sqrt(sum of squares): bits of bfloat16, uint16 [count], on all workers.
 
     Args:
       local: norms of this worker, float32 [count], for a count that the workers divide.
       axis: the workers.
-
-    Returns:
-      Bits of bfloat16, uint16 [count], the same on all workers.
     """
 
     def combine(words: Array) -> Array:
@@ -51,10 +48,8 @@ def gather_norms(local: Array, axis: Axis) -> Array:
 def gathered_bytes(count: int, axis: Axis) -> int:
     """Return the bytes that each worker sends in `gather_norms`.
 
-    A worker sends its share of the `count` norms to every other worker.
-
     Args:
-      count: number of norms.
+      count: number of norms, of all workers together.
       axis: workers.
     """
     return (axis.size - 1) * _BYTES * (count // axis.size)

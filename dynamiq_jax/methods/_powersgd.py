@@ -47,6 +47,9 @@ class PowerSGD(Method):
     # Sums products, and leaves that go whole; a method without state.
     inner: Method = dataclasses.field(default_factory=Exact)
 
+    uses_shapes = True
+    is_stateful = True
+
     def __post_init__(self):
         check_integer("rank", self.rank, 1)
         if not isinstance(self.inner, Method):
@@ -58,16 +61,6 @@ class PowerSGD(Method):
                 f"inner={self.inner!r} carries state, and each step sends two messages. Give a "
                 "method without, such as dq.methods.BF16()."
             )
-
-    @property
-    @override
-    def uses_shapes(self) -> bool:
-        return True
-
-    @property
-    @override
-    def is_stateful(self) -> bool:
-        return True
 
     @property
     @override

@@ -26,10 +26,7 @@ class TopKChunked(BudgetedBlocks):
     gathered, so that all workers choose the same blocks; `bits` counts the norms.
     """
 
-    @property
-    @override
-    def score_bits(self) -> int:
-        return 16
+    score_bits = 16
 
     @override
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:

@@ -1,18 +1,8 @@
-"""Topologies: routes of chunks. A new one takes one file here and one line in `TOPOLOGIES`.
-
-_base     interface of a topology
-_ring, _butterfly, _all_to_all
-"""
+"""Topologies: routes of chunks. A new one takes one file here and one line in `TOPOLOGIES`."""
 
 from dynamiq_jax._core import naming
 from dynamiq_jax.topologies._all_to_all import AllToAll
-from dynamiq_jax.topologies._base import (
-    Arrival,
-    Gathered,
-    Scattered,
-    Topology,
-    gather,
-)
+from dynamiq_jax.topologies._base import Arrival, Gathered, Scattered, Topology, gather
 from dynamiq_jax.topologies._butterfly import Butterfly
 from dynamiq_jax.topologies._ring import Ring
 

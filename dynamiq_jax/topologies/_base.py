@@ -89,13 +89,6 @@ class Topology(abc.ABC):
         where a, the agreement, is the share of the energy that all workers have in common.
         Roundings count as independent.
 
-        Args:
-          num_workers: size of the axis.
-          agreement: share of the energy that all workers have in common, 0 to 1.
-
-        Raises:
-          ValueError: an agreement that is not a share.
-
         >>> from dynamiq_jax.topologies import AllToAll, Ring
         >>> round(Ring().error_growth(64)), round(AllToAll().error_growth(64))
         (32, 2)
@@ -145,25 +138,21 @@ class Topology(abc.ABC):
         """Return the number of chunks of a bucket, a multiple of the number of workers."""
         return num_workers * self.chunks_per_worker
 
-    def payloads_scattered(self, num_workers: int) -> int:
-        """Return the number of payloads that each worker sends up to the arrivals.
-
-        By default it sends one for each chunk that another worker owns, the fewest possible.
-        """
-        return (num_workers - 1) * self.chunks_per_worker
-
     def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
         """Return the bytes that each worker sends in an all-reduce.
 
-        A worker sends the statistics, the payloads of `payloads_scattered`, and as many payloads
-        to gather the sums.
+        A worker sends the statistics, the payloads up to the arrivals, and as many payloads to
+        gather the sums.
         """
-        gathered = self.payloads_scattered(num_workers) * cost.payload_bytes
+        gathered = (num_workers - 1) * self.chunks_per_worker * cost.payload_bytes
         return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered
 
     def bytes_scattered(self, cost: WireCost, num_workers: int) -> int:
-        """Return the bytes of the payloads that each worker sends up to the arrivals."""
-        return cost.bytes_scattered(self.payloads_scattered(num_workers))
+        """Return the bytes of the payloads that each worker sends up to the arrivals.
+
+        It sends one payload for each chunk that another worker owns, the fewest possible.
+        """
+        return cost.bytes_scattered((num_workers - 1) * self.chunks_per_worker)
 
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
         """Run everything up to the payloads of all sums, on all workers."""

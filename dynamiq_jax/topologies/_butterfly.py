@@ -43,7 +43,10 @@ class Butterfly(Topology):
             sent = lax.map(lambda args: partial_sum(*args), (chunks, by_chunk))
             arrived = jax.tree.map(lambda leaf: leaf[None], axis.swap(sent, distance))
             kept = _part(kept, mine - block, distance)
-            kept = arrived if kept is None else jax.tree.map(_append, kept, arrived)
+            if kept is None:
+                kept = arrived
+            else:
+                kept = jax.tree.map(lambda *both: jnp.concatenate(both), kept, arrived)
             block, distance = mine, distance // 2
         last = jax.tree.map(lambda leaf: leaf[:, 0], kept)
         return (Arrival(last, worker, axis.size - 1),)
@@ -66,7 +69,3 @@ def _part(messages: Payload, first: Array, chunks: int) -> Payload:
     return jax.tree.map(
         lambda leaf: lax.dynamic_slice_in_dim(leaf, first, chunks, axis=1), messages
     )
-
-
-def _append(kept: Array, arrived: Array) -> Array:
-    return jnp.concatenate([kept, arrived])

@@ -23,6 +23,8 @@ class Ring(Topology):
     bidirectional: bool = False  # on a GPU, transfers of one way run under kernels of the other
     unroll: bool = False  # steps without a loop, so that a backward pass can run under them
 
+    is_far = False
+
     def __post_init__(self):
         check_flag("bidirectional", self.bidirectional)
         check_flag("unroll", self.unroll)
@@ -60,11 +62,6 @@ class Ring(Topology):
     @override
     def is_loop(self) -> bool:
         return not self.unroll
-
-    @property
-    @override
-    def is_far(self) -> bool:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)

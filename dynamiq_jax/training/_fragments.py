@@ -98,6 +98,10 @@ class Fragments:
             kept[index] = leaves[index] if piece is None else piece.of(leaves[index])
         return jax.tree.unflatten(structure, kept)
 
+    def split(self, tree: Tree) -> dict[str, Tree]:
+        """Return all fragments of a tree, by name."""
+        return {name: self.take(tree, number) for number, name in enumerate(self.names)}
+
     def put(self, tree: Tree, number: int, fragment: Tree) -> Tree:
         """Return a tree with another fragment in the place of its own."""
         leaves, structure = jax.tree.flatten(tree)

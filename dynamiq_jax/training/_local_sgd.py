@@ -121,7 +121,7 @@ class LocalSGD:
         Each is a tree like `params`, with None in place of leaves of other fragments, and slices of
         leaves that are cut.
         """
-        return _parts(self._fragments(params), params)
+        return tuple(self._fragments(params).split(params).values())
 
     def wire_report(
         self, params: Any, axis_size: Any, *, mesh: Any = None
@@ -147,9 +147,11 @@ class LocalSGD:
     def due(self, step: int) -> Due:
         """Return which fragments a step sends and applies, counted from 0."""
         check_integer("step", step, 0)
-        sent = [f for f in range(self.fragments) if self._is_turn(f, step + 1)]
-        applied = [f for f in range(self.fragments) if self._is_turn(f, step + 1 - self.delay)]
-        return Due(next(iter(sent), None), next(iter(applied), None))
+
+        def turn(taken: int) -> int | None:
+            return next((f for f in range(self.fragments) if self._is_turn(f, taken)), None)
+
+        return Due(turn(step + 1), turn(step + 1 - self.delay))
 
     def init(self, params: Any) -> LocalSGDState:
         """Return the state before the first step.
@@ -163,8 +165,7 @@ class LocalSGD:
         """
         axes = find_axes(self.axis_name)
         check_shared_params(params, axes, "mean change")
-        fragments = self._fragments(params)
-        parts = dict(zip(fragments.names, _parts(fragments, params), strict=True))
+        parts = self._fragments(params).split(params)
         method: dict[str, Mapping[str, State]] = {}
         if self._request.is_stateful(params):
             method = {name: first_states(self._plan(part)) for name, part in parts.items()}
@@ -253,7 +254,7 @@ class LocalSGD:
             "Give parameters of the structure, shapes and dtypes of init: a local step that "
             "promotes them, as with a float32 rate, has to cast its result.",
         )
-        for name, part in zip(fragments.names, _parts(fragments, params), strict=True):
+        for name, part in fragments.split(params).items():
             check_outer(state, name, jax.eval_shape(self.outer.init, part))
             names: tuple[str, ...] = ()
             if is_stateful:
@@ -294,14 +295,10 @@ class LocalSGD:
             specs = [P()] * len(jax.tree.leaves(params))
         return Fragments.of(params, specs, self.fragments)
 
-    def _offset(self, fragment: int) -> int:
-        """Return the local steps before the first turn of a fragment."""
-        return self.every * (fragment + 1) // self.fragments
-
     def _is_turn(self, fragment: int, taken: Any) -> Any:
         """Return whether a fragment has its turn after some local steps."""
-        offset = self._offset(fragment)
-        return (taken >= offset) & ((taken - offset) % self.every == 0)
+        first = self.every * (fragment + 1) // self.fragments
+        return (taken >= first) & ((taken - first) % self.every == 0)
 
     def _choose(self, act: Callable[[int, Any], Any], taken: Array, carry: Any) -> Any:
         """Act on the fragment that has its turn, if one has."""
@@ -373,10 +370,6 @@ class LocalSGD:
             outer={**state.outer, name: outer},
         )
         return fragments.put(params, fragment, own), state
-
-
-def _parts(fragments: Fragments, params: Any) -> tuple[Any, ...]:
-    return tuple(fragments.take(params, number) for number in range(len(fragments.names)))
 
 
 def _vary(leaf: Array, axis_names: tuple[str, ...]) -> Array:

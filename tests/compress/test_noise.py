@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._run import on_devices
+from dynamiq_jax._run import driver
 from dynamiq_jax._run.sample import fold_in_sample
 from tests.compress.forms import every_sum, normal
 from tests.support.workers import STOCHASTIC
@@ -102,7 +102,7 @@ def test_all_workers_have_one_key(key, data_mesh, monkeypatch):
         word = jax.random.bits(key, dtype=jnp.uint16).astype(jnp.float32)
         return {i: jnp.full_like(leaf, word) for i, leaf in leaves.items()}, (), {}, token
 
-    monkeypatch.setattr(on_devices, "send_all", word_of)
+    monkeypatch.setattr(driver, "send_all", word_of)
 
     def local(rows, number):
         def turn(carry, shift):

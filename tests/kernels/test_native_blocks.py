@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8, Axis, BlockInt, Call, RecodedChunks
-from dynamiq_jax.methods._native_chunks import NativeChunks
+from dynamiq_jax.methods._blockwise import NativeChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import _native, choice
 from pallas_kernels.native_blocks import FORMATS, NativeBlocks

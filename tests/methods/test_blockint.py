@@ -123,34 +123,28 @@ def test_zeros_stay_zeros(method):
     values[::3] = 0
     values[256:512] = 0
     decoded = code(method, values)[1]
-    assert not np.any(decoded[values == 0])
     assert np.any(decoded)
-    assert not np.any(np.signbit(code(method, np.zeros(SIZE, np.float32))[1]))
+    assert not np.any(decoded[values == 0]) and not np.any(np.signbit(decoded[256:512]))
 
 
 @pytest.mark.parametrize("method", (*METHODS, STOCHASTIC), ids=str)
-@pytest.mark.parametrize("bad", (np.nan, -np.nan, np.inf, -np.inf, 1e38))
-def test_what_is_not_finite_surfaces_in_its_block_alone(method, bad):
+def test_what_is_not_finite_surfaces_in_its_block_alone(method):
     clean = heavy_tailed(0, (SIZE,))
-    values = clean.copy()
-    values[300] = bad
+    values, places = clean.copy(), np.array([300, 700, 1100, 1500, 1900])
+    values[places] = np.nan, -np.nan, np.inf, -np.inf, 1e38
     decoded, expected = code(method, values)[1], code(method, clean)[1]
-    block = np.arange(SIZE) // method.block == 300 // method.block
-    assert np.isnan(decoded[block]).all()
-    np.testing.assert_array_equal(decoded[~block], expected[~block])
+    lost = np.isin(np.arange(SIZE) // method.block, places // method.block)
+    np.testing.assert_array_equal(decoded, np.where(lost, np.nan, expected))
 
 
 @methods
-def test_the_smallest_normal_numbers_keep_a_step(method):
+def test_the_smallest_and_the_largest_numbers_keep_a_step(method):
     """Most scales would be subnormal, which backends flush: they are the smallest normal one."""
     values = np.full(SIZE, 1.25 * 2.0**-126, np.float32)
     expected = np.float32(1.25 if top(method) == 1 else 1) * np.float32(2.0**-126)
     np.testing.assert_array_equal(code(method, values)[1], expected)
-
-
-def test_the_largest_numbers_are_kept():
-    values = np.full(SIZE, 2.0**126, np.float32)
-    assert vnmse(code(BlockInt(), values)[1] / 2.0**100, values / 2.0**100) < 1e-4
+    largest = np.full(SIZE, 2.0**126, np.float32)
+    np.testing.assert_allclose(code(method, largest)[1], largest, rtol=1e-2)
 
 
 @pytest.mark.parametrize("bits", (2, 4, 8))
@@ -173,18 +167,15 @@ def test_noise_lifts_no_value_above_the_largest_integer(bits):
 # --------------------------------------------------------------------------------- over the wire
 
 
-simulated_sum = simulated(lambda key, g: dq.psum(g, "data", key=key, method=STOCHASTIC))
-
-
-def test_stochastic_sums_are_unbiased_and_the_key_decides():
+def test_stochastic_sums_are_unbiased():
+    """Noise of the hops of a sum is independent."""
     g, keys = of_workers(0, N, 5000), 16
     truth = g.sum(axis=0, dtype=np.float64)
-    results = np.stack([np.asarray(simulated_sum(jax.random.key(k), g)) for k in range(keys)])
-    assert (results == results[:, :1]).all()
-    single = np.mean([vnmse(r, truth) for r in results[:, 0]])
+    run = simulated(lambda key, g: dq.psum(g, "data", key=key, method=STOCHASTIC))
+    results = [np.asarray(run(jax.random.key(k), g)[0], float) for k in range(keys)]
+    single = np.mean([vnmse(result, truth) for result in results])
     assert 1e-2 < single < 0.1
-    kept = vnmse(results[:, 0].mean(axis=0, dtype=np.float64), truth) / single
-    assert 0.85 / keys < kept < 1.15 / keys
+    assert 0.85 / keys < vnmse(np.mean(results, axis=0), truth) / single < 1.15 / keys
 
 
 @pytest.mark.parametrize(
@@ -217,12 +208,8 @@ def test_presets_are_the_papers_widths():
     (
         ({"code_bits": 1}, r"code_bits=1 is not possible\. Give an integer from 2 to 8\."),
         ({"code_bits": 4.0}, r"code_bits=4\.0 is not possible"),
-        ({"code_bits": "8"}, r"code_bits='8' is not possible"),
         ({"block": 16}, r"block=16 is not possible\. Give one of \(32, 64, 128, 256\)\."),
-        (
-            {"rounding": "correlated"},
-            r"rounding='correlated' is not possible\. Give one of \('near",
-        ),
+        ({"rounding": "correlated"}, r"rounding='correlated' .*possible\. Give one of \('near"),
     ),
 )
 def test_impossible_options(options, says):

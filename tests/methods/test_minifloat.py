@@ -75,7 +75,7 @@ def finite_values(name: str) -> np.ndarray:
     return np.unique(values[np.isfinite(values)])
 
 
-def random_floats(seed: int, count: int = 4096) -> np.ndarray:
+def random_floats(seed: int, count: int = 1024) -> np.ndarray:
     """Any bits that are a finite float32, and values around one."""
     rng = np.random.default_rng(seed)
     anything = rng.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
@@ -96,63 +96,37 @@ def test_the_format_is_the_one_that_ml_dtypes_knows(name):
 
 
 @every_element
-def test_every_value_and_every_midpoint_round_to_the_nearest_even_code(name):
+def test_every_value_and_every_midpoint_round_to_the_nearest_even_code_and_saturate(name):
     values = finite_values(name)
     middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     around = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
-    inputs = np.concatenate([values.astype(np.float32), middles, *around])
+    beyond = np.float32([1e30, -1e30, np.inf, -np.inf])
+    inputs = np.concatenate([values.astype(np.float32), middles, *around, beyond])
     np.testing.assert_array_equal(encode(inputs, name), expected_codes(inputs, name))
 
 
 @every_element
 @given(seed=seeds)
-def test_any_float32_has_the_code_of_ml_dtypes(name, seed):
-    values = random_floats(seed)
-    np.testing.assert_array_equal(encode(values, name), expected_codes(values, name))
-
-
-@every_element
-@given(seed=seeds)
 def test_a_scale_divides_without_rounding(name, seed):
-    """Every scale, and every normal float32: by products of float32 some would be flushed."""
+    """Every scale, and every float32: by products of float32 some would be flushed."""
     values = random_floats(seed)
-    values = np.where(np.abs(values) < TINY, 0 * values, values)
     scales = np.random.default_rng(seed).integers(0, 255, values.shape, np.uint8)
-    quotients = np.ldexp(values.astype(np.float64), minifloat.ONE - scales.astype(int))
+    scales[::2] = minifloat.ONE
+    normal = np.where(np.abs(values) < TINY, 0 * values, values)
+    quotients = np.ldexp(normal.astype(np.float64), minifloat.ONE - scales.astype(int))
     np.testing.assert_array_equal(encode(values, name, scales), expected_codes(quotients, name))
 
 
 @every_element
-def test_beyond_the_largest_value_codes_saturate(name):
-    values = np.array([LARGEST[name], 1e30, np.inf], np.float32)
-    top = encode(np.float32(LARGEST[name]), name)
-    assert set(encode(values, name).tolist()) == {int(top)}
-    np.testing.assert_array_equal(decode(encode(-values, name), name), -np.float32(LARGEST[name]))
-
-
-@every_element
 def test_every_code_has_its_value_under_every_scale(name):
+    """The last scale makes every code NaN."""
     codes = np.arange(2 ** ELEMENTS[name].bits, dtype=np.uint16)
-    codes, scales = np.meshgrid(codes, np.arange(255, dtype=np.uint8))
+    codes, scales = np.meshgrid(codes, np.arange(256, dtype=np.uint8))
     with np.errstate(over="ignore"):
         exact = np.ldexp(code_values(name)[codes], scales.astype(int) - minifloat.ONE)
         expected = np.where(np.abs(exact) < TINY, 0, exact).astype(np.float32)
+    expected[minifloat.NAN_SCALE] = np.nan
     np.testing.assert_array_equal(decode(codes, name, scales), expected)
-
-
-@every_element
-def test_codes_come_back_under_every_scale_that_keeps_them_normal(name):
-    codes = expected_codes(finite_values(name), name).astype(np.uint16)
-    codes = codes[code_values(name)[codes] >= -LARGEST[name]]  # INT8 never writes -128
-    codes, scales = np.meshgrid(codes, np.arange(20, 235, dtype=np.uint8))
-    back = encode(decode(codes, name, scales), name, scales)
-    np.testing.assert_array_equal(back, codes)
-
-
-@every_element
-def test_the_scale_nan_makes_every_code_nan(name):
-    codes = np.arange(2 ** ELEMENTS[name].bits)
-    assert np.isnan(decode(codes, name, minifloat.NAN_SCALE)).all()
 
 
 @every_element
@@ -162,14 +136,8 @@ def test_scales_are_those_of_e8m0(name, seed):
     maxima = np.concatenate([maxima, [0, 1, TINY, np.finfo(np.float32).max]]).astype(np.float32)
     floor_log2 = np.where(maxima > 0, np.frexp(maxima.astype(np.float64))[1] - 1, -1000)
     exponents = np.clip(floor_log2 - ELEMENTS[name].max_exponent, -127, 127)
-    expected = np.ldexp(1.0, exponents).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
-    ours = np.asarray(_block_scales(maxima, name))
+    expected = [*np.ldexp(1.0, exponents), np.nan, np.nan]
+    ours = np.asarray(_block_scales(np.append(maxima, np.float32([np.nan, np.inf])), name))
     assert ours.dtype == np.uint8
-    np.testing.assert_array_equal(ours, expected)
-
-
-@every_element
-def test_the_scale_of_what_is_not_finite_is_nan(name):
-    maxima = np.array([np.nan, np.inf], np.float32)
-    nan = np.array(np.nan).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
-    assert set(np.asarray(_block_scales(maxima, name)).tolist()) == {int(nan)}
+    bytes_of = np.array(expected).astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+    np.testing.assert_array_equal(ours, bytes_of)

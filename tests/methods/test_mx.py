@@ -136,11 +136,11 @@ def test_two_workers_get_the_sum_that_the_standard_gives(name):
 
 
 @some_formats
-def test_errors_of_a_ring_add_up_and_no_more(name, num_workers=8):
+def test_errors_of_a_ring_add_up_and_no_more(name, num_workers=4):
     """Of independent workers a partial sum of p has p / n of the energy of the sum, and as large a
     share of the error of one compression of it: (n + 1) / 2 of these in all.
     """
-    values = np.random.default_rng(1).standard_normal((num_workers, 8192)).astype(np.float32)
+    values = np.random.default_rng(1).standard_normal((num_workers, SIZE)).astype(np.float32)
     truth = values.sum(axis=0, dtype=np.float64)
     codes = encode_blocks(truth.astype(np.float32).reshape(-1, 256), name)
     once = vnmse(decode_blocks(*codes, name).reshape(-1), truth)
@@ -214,46 +214,25 @@ def test_shared_scales_never_saturate(name, topology, num_workers, seed, low):
 
 @some_formats
 @sharing
-@pytest.mark.parametrize("bad", (np.nan, -np.inf))
-def test_a_block_that_is_not_finite_is_nan_on_all_workers_and_others_are_untouched(
-    name, shared, bad
-):
-    values = of_workers(3, 4, SIZE)
-    clean = np.asarray(psum(name, shared)(KEY, values))
-    values[1, 777] = bad
+def test_the_whole_range_keeps_its_precision_and_sums_beyond_it_are_not_finite(name, shared):
+    """Sums next to both ends of float32 are off by no more than those of ones. One block is not
+    finite, and no other follows it.
+    """
+    kept = np.repeat(np.float32([2.0**-120, 1, 2.0**120]), SIZE // 4)
+    values = np.tile(np.append(kept, np.full(SIZE // 4, 0.9 * 2.0**127, np.float32)), (4, 1))
+    values[1, 777] = np.nan
     result = np.asarray(psum(name, shared)(KEY, values))
-    in_block = np.arange(SIZE) // 32 == 777 // 32
-    assert np.isnan(result[:, in_block]).all()
-    np.testing.assert_array_equal(result[:, ~in_block], clean[:, ~in_block])
-
-
-@some_formats
-@sharing
-def test_sums_beyond_float32_are_not_finite(name, shared):
-    values = np.full((4, SIZE), 0.9 * np.finfo(np.float32).max, np.float32)
-    result = np.asarray(psum(name, shared)(KEY, values))
-    assert not np.isfinite(result).any()
-
-
-@some_formats
-@sharing
-def test_the_whole_normal_range_keeps_its_relative_precision(name, shared):
-    """Sums next to both ends of float32 are off by no more than those of ones."""
-    for power in (-120, 0, 120):
-        values = np.full((4, SIZE), np.ldexp(1.0, power), np.float32)
-        np.testing.assert_array_equal(psum(name, shared)(KEY, values)[0], 4 * values[0])
+    expected = np.where(np.arange(kept.size) // 32 == 777 // 32, np.nan, 4 * kept)
+    np.testing.assert_array_equal(result[:, : kept.size], np.tile(expected, (4, 1)))
+    assert not np.isfinite(result[:, kept.size :]).any()
 
 
 # ------------------------------------------------------------------------------------ arguments
 
 
 @pytest.mark.parametrize(("cls", "element"), ((MXFP8, "e3m2"), (MXFP6, "e4m3"), (MXFP8, None)))
-def test_unknown_elements(cls, element):
+def test_impossible_fields(cls, element):
     with pytest.raises(ValueError, match=rf"element={element!r} is not possible\. Give one of "):
         cls(element=element)
-
-
-@pytest.mark.parametrize("cls", (MXFP8, MXFP6, MXFP4, MXINT8))
-def test_sharing_is_yes_or_no(cls):
     with pytest.raises(ValueError, match=r"shared_scale=1 is not possible\. Give True or False\.$"):
         cls(shared_scale=1)

@@ -77,15 +77,13 @@ def leaves_of(flat: np.ndarray) -> list[np.ndarray]:
 # ------------------------------------------------------------------------------- what is summed
 
 
-@pytest.mark.parametrize(
-    ("matrices", "num_workers", "exponent"),
-    ((((20, 20, 1), (70, 31, 4)), 2, -28), (((41, 64, 3), (25, 20, 4)), 3, 28)),
-)
-def test_matrices_of_its_rank_are_summed_exactly(matrices, num_workers, exponent):
+@pytest.mark.parametrize("exponent", (-28, 28))
+def test_matrices_of_its_rank_are_summed_exactly(exponent):
     """In the first step, from a random start, and in the next, which starts from products of
     gradients. A rank to spare finds directions of rounding errors.
     """
-    scale = np.float32(10.0**exponent)
+    scale, num_workers = np.float32(10.0**exponent), 3
+    matrices = (41, 64, 3), (25, 20, 4), (20, 20, 1)
     leaves = [low_rank(seed, num_workers, *matrix) * scale for seed, matrix in enumerate(matrices)]
     call = call_of([leaf.shape[1:] for leaf in leaves], num_workers)
     method = PowerSGD(rank=4)
@@ -119,28 +117,16 @@ def test_a_matrix_is_approximated_as_well_as_its_rank_allows():
     assert errors[0] > 1.2 * best
 
 
-@pytest.mark.parametrize("inner", (dq.methods.Exact(), dq.methods.BF16()), ids=("exact", "bf16"))
-def test_what_is_not_factorized_is_what_the_method_inside_makes_of_it(inner):
+def test_what_is_not_factorized_is_what_the_method_inside_makes_of_it():
     g = gradient()
-    if inner == dq.methods.Exact():
-        result = sequence(g)[:, 0]
-    else:
-        result = one_step(PowerSGD(rank=2, inner=inner), call_of(SHAPES), g)
-    truth = g.sum(axis=0, dtype=np.float64)
-    for leaf, ours, expected in zip(SHAPES, leaves_of(result[0]), leaves_of(truth), strict=True):
-        error = vnmse(ours, expected)
-        if leaf in ((300,), (3, 5)):
-            assert error < 1e-12 if inner == dq.methods.Exact() else 1e-7 < error < 1e-4
-        else:
-            assert 0.2 < error < 1.0  # rank 2 of noise
-
-
-def test_a_rank_that_the_matrix_does_not_have_is_no_loss():
-    g = gradient()[:, : 48 * 40]
-    method, call = PowerSGD(rank=100), call_of([(48, 40)])
-    assert method.init_state(call) == ()
-    result = one_step(method, call, g)
-    np.testing.assert_allclose(result[0], g.sum(axis=0), rtol=1e-5, atol=1e-5)
+    exact = sequence(g)[0, 0]
+    rounded = one_step(PowerSGD(rank=2, inner=dq.methods.BF16()), call_of(SHAPES), g)[0]
+    found = zip(SHAPES, *map(leaves_of, (exact, rounded, g.sum(axis=0, dtype=float))), strict=True)
+    for shape, of_exact, of_rounded, truth in found:
+        if shape in ((300,), (3, 5)):
+            assert vnmse(of_exact, truth) < 1e-12 < 1e-7 < vnmse(of_rounded, truth) < 1e-4
+        else:  # rank 2 of noise
+            assert 0.2 < min(vnmse(each, truth) for each in (of_exact, of_rounded)) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -183,6 +169,8 @@ def test_a_vector_of_low_rank_as_a_square_and_one_that_is_padded():
     assert result.shape == (NUM_WORKERS, 883)
     # Zeros at the end raise the rank.
     assert 1e-6 < vnmse(result[0], padded.sum(axis=0)) < 0.05
+    whole = one_step(PowerSGD(rank=100), call.of_size(883), padded)  # a rank that it does not have
+    np.testing.assert_allclose(whole[0], padded.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
 def test_leaves_of_a_tree_are_factorized_each_in_its_shape():
@@ -247,19 +235,6 @@ def test_a_method_inside_that_does_not_say_what_it_leaves_out():
 
 
 # -------------------------------------------------------------------------- on all workers, always
-
-
-def test_replicas_and_their_states_are_identical():
-    method, call = PowerSGD(rank=2, inner=dq.methods.BF16()), call_of(SHAPES, topology="ring")
-
-    def local(key, flat):
-        reduced = method.all_reduce(flat, call, key, method.init_state(call))
-        return reduced.total, reduced.state
-
-    for leaf in jax.tree.leaves(simulated(local)(KEY, gradient())):
-        leaf = np.asarray(leaf)
-        assert np.isfinite(leaf).all()
-        assert {replica.tobytes() for replica in leaf} == {leaf[0].tobytes()}
 
 
 def test_a_mesh_gives_what_the_simulation_gives(data_mesh):
@@ -329,8 +304,7 @@ def test_parts_of_a_bucket_have_factors_of_their_own():
     assert 0 < vnmse(means[0], matrices.mean(axis=0)) < 0.9
 
 
-@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
-@pytest.mark.parametrize("leaf", range(len(SHAPES)))
+@pytest.mark.parametrize(("value", "leaf"), ((np.nan, 0), (np.inf, 1), (-np.inf, 2), (np.nan, 3)))
 def test_non_finite_values_surface_at_their_leaf_on_all_workers_and_go_again(value, leaf):
     good, bad = gradient(), gradient()
     position = int(np.cumsum([0, *SIZES])[leaf]) + 3
@@ -366,24 +340,17 @@ def test_a_gradient_of_zeros_does_not_end_the_search():
 # ------------------------------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize(
-    ("topology", "inner", "wrapped"),
-    (("ring", dq.methods.BF16(), True), ("all_to_all", dq.methods.Exact(), False)),
-)
-def test_the_report_is_the_compiled_program(data_mesh, topology, inner, wrapped):
+def test_the_report_is_the_compiled_program(data_mesh):
     """Both messages, chunk by chunk; what is left out is kept without a byte more."""
-    method = PowerSGD(rank=3, inner=inner)
-    if wrapped:
-        method = ErrorFeedback(inner=method)
+    method, topology = ErrorFeedback(inner=PowerSGD(rank=3, inner=dq.methods.BF16())), "ring"
     tree = {"a": (100, 70), "b": (2000,), "c": (40, 5, 60), "exact": (10,)}
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
     sent = sent_bytes(data_mesh(NUM_WORKERS), shapes, method, topology)
     report = dq.wire_report(shapes, NUM_WORKERS, method=dq.Compression(method, topology))
     assert sent == report.bytes_per_worker
     factors = 3 * (100 + 70) + 2000 + 3 * (200 + 60)
-    item_bytes = 4 if inner == dq.methods.Exact() else 2
     passes = 2 * (NUM_WORKERS - 1) / NUM_WORKERS
-    assert report.compressed_bytes == pytest.approx(passes * factors * item_bytes, rel=0.01)
+    assert report.compressed_bytes == pytest.approx(passes * factors * 2, rel=0.01)
 
 
 def test_an_expensive_rank_costs_no_more_than_no_compression():

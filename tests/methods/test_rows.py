@@ -1,6 +1,5 @@
 """Rows of small norm: each of them arrives, for little more error of the whole sum."""
 
-import dataclasses
 import functools
 
 import jax
@@ -40,24 +39,15 @@ def gradients(workers: int) -> dict[str, np.ndarray]:
 
 def relative_errors(method: DynamiQ, topology: str, workers: int, bucketing: str) -> np.ndarray:
     """Squared errors of all rows over their energies, then the vNMSE of the whole sum."""
-    options = dq.Compression(bucketing=bucketing, bucket_bytes=2**17, exact_below=0)
+    how = dq.Compression(method, topology, bucketing=bucketing, bucket_bytes=2**17, exact_below=0)
     tree = gradients(workers)
-    run = simulated(
-        lambda key, tree: dq.psum(
-            tree,
-            "data",
-            key=key,
-            method=dataclasses.replace(options, method=method, topology=topology),
-        )
-    )
+    run = simulated(lambda key, tree: dq.psum(tree, "data", how, key=key))
     found = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), run(jax.random.key(1), tree))
     truth = jax.tree.map(lambda leaf: leaf.sum(axis=0, dtype=np.float64), tree)
+    off = jax.tree.map(np.subtract, found, truth)
     squared, energy = (
-        np.concatenate([np.sum(leaf.reshape(-1, 256) ** 2, axis=1) for leaf in leaves])
-        for leaves in (
-            [found[name] - truth[name] for name in tree],
-            list(truth.values()),
-        )
+        np.concatenate([np.sum(leaf.reshape(-1, 256) ** 2, axis=1) for leaf in leaves.values()])
+        for leaves in (off, truth)
     )
     return np.append(squared / energy, squared.sum() / energy.sum())
 
@@ -65,27 +55,16 @@ def relative_errors(method: DynamiQ, topology: str, workers: int, bucketing: str
 @functools.cache
 def measured(bits: float, path: tuple[str, int], bucketing: str) -> tuple[np.ndarray, np.ndarray]:
     """Errors with the default widths, and with all of them."""
-    default = DynamiQ(bits=bits)
-    both = default, dataclasses.replace(default, widths=FROM_2)
-    found, before = (relative_errors(method, *path, bucketing) for method in both)
-    return found, before
-
-
-FAST = (
-    *((5.0, path, "striped") for path in (("ring", 8), ("all_to_all", 4))),
-    (5.0, ("butterfly", 8), "in_order"),
-)
-SLOW = [
-    (bits, path, bucketing)
-    for path in PATHS
-    for bits, bucketing in (
-        (5.0, "striped"),
-        (5.0, "in_order"),
-        (6.0, "striped"),
-        (8.0, "in_order"),
+    default, all_widths = (
+        relative_errors(DynamiQ(bits=bits, widths=widths), *path, bucketing)
+        for widths in (None, FROM_2)
     )
-    if (bits, path, bucketing) not in FAST
-]
+    return default, all_widths
+
+
+FAST = (5.0, ("all_to_all", 4), "striped"), (5.0, ("butterfly", 8), "in_order")
+SETTINGS = (5.0, "striped"), (5.0, "in_order"), (6.0, "striped"), (8.0, "in_order")
+SLOW = sorted({(bits, path, how) for path in PATHS for bits, how in SETTINGS} - {*FAST})
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,6 @@ def compressed(name: str, **arguments: Any) -> Any:
 Case = tuple[Callable[[str], Any], Callable[[str], Any], tuple[str, ...]]
 
 
-def options(**fields: Any) -> dq.Compression:
-    return dq.Compression(**fields)
-
-
 def case(function: Callable[..., Any], a: Any, b: Any, *words: str, maps: bool = True) -> Case:
     def with_fields(fields: Any) -> Callable[[str], Any]:
         if not maps:
@@ -114,147 +110,116 @@ def within(a: Any, b: Any, *words: str) -> Case:
     return inside(a), inside(b), words
 
 
-def topologies(a: str, b: str) -> tuple[dict[str, str], dict[str, str]]:
-    return {"method": dq.Compression("mxfp8", a)}, {"method": dq.Compression("mxfp8", b)}
+def methods(a: Any, b: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"method": a}, {"method": b}
+
+
+def steps(a: Callable[[str], Any], b: Callable[[str], Any], *words: str) -> Case:
+    """Two functions of a name, which are traced on a mesh."""
+    return case(lambda name, run: run(name), {"run": a}, {"run": b}, *words)
+
+
+def pmean(tree: Any) -> Any:
+    return dq.pmean(tree, "data", key=jax.random.key(0))
+
+
+def other_shapes(name: str) -> dict[str, jax.Array]:
+    return {name: jnp.ones((8, 512)) * jax.lax.axis_index("data")}
+
+
+def of_half(half: Any) -> Callable[[str], Any]:
+    return lambda name: half(tree_of(name), "data", key=jax.random.key(0), tiled=True)
 
 
 DISAGREEING: dict[str, Case] = {
-    "method": case(mean, {"method": "dynamiq"}, {"method": "mxfp8"}, "method", "DynamiQ", "MXFP8"),
-    "close method": case(
-        mean, {"method": "mxfp8"}, {"method": "mxint8"}, "method", "MXFP8", "MXINT8"
-    ),
-    "exact": case(mean, {"method": "dynamiq"}, {"method": "exact"}, "method", "DynamiQ", "Exact"),
-    "bits": case(mean, {"method": "dynamiq:5"}, {"method": "dynamiq:4"}, "method.bits", "5", "4"),
+    "method": case(mean, *methods("dynamiq", "mxfp8"), "method", "DynamiQ", "MXFP8"),
+    "bits": case(mean, *methods("dynamiq:5", "dynamiq:4"), "method.bits", "5", "4"),
     "rounding": case(
         mean,
-        {"method": "dynamiq:rounding=correlated"},
-        {"method": "dynamiq:rounding=independent"},
-        "method.rounding",
-        "correlated",
-        "independent",
+        *methods("dynamiq:rounding=correlated", "dynamiq:rounding=independent"),
+        *("method.rounding", "correlated", "independent"),
     ),
     "method of a leaf": case(
-        mean,
-        {"method": {".*": "dynamiq"}},
-        {"method": {".*": "blockint"}},
-        "method",
-        "DynamiQ",
-        "BlockInt",
+        mean, *methods({".*": "dynamiq"}, {".*": "blockint"}), "method", "DynamiQ", "BlockInt"
     ),
     "inner method": case(
-        reduce_gradients,
-        {"method": "ef+dynamiq:5"},
-        {"method": "ef+dynamiq:6"},
-        "method.inner.bits",
-        "5",
-        "6",
+        reduce_gradients, *methods("ef+dynamiq:5", "ef+dynamiq:6"), "method.inner.bits", "5", "6"
     ),
-    "topology": case(mean, *topologies("ring", "all_to_all"), "topology", "Ring", "AllToAll"),
-    "loop": case(mean, *topologies("ring", "ring:unroll=True"), "topology.unroll", "False", "True"),
+    "topology": case(
+        mean, *methods("mxfp8:ring", "mxfp8:all_to_all"), "topology", "Ring", "AllToAll"
+    ),
+    "loop": case(
+        mean,
+        *methods("mxfp8:ring", dq.Compression("mxfp8", "ring:unroll=True")),
+        *("topology.unroll", "False", "True"),
+    ),
     "options": case(
         mean,
-        {"method": options(bucket_bytes=2**20)},
-        {"method": options(bucket_bytes=2**21)},
-        "compression.bucket_bytes",
-        "1048576",
-        "2097152",
+        *methods(dq.Compression(bucket_bytes=2**20), dq.Compression(bucket_bytes=2**21)),
+        *("compression.bucket_bytes", "1048576", "2097152"),
     ),
     "limit": case(
         mean,
-        {"method": options(max_error=0.1)},
-        {"method": options()},
-        "compression.max_error",
-        "0.1",
-        "None",
+        *methods(dq.Compression(max_error=0.1), dq.Compression()),
+        *("compression.max_error", "0.1", "None"),
     ),
-    "shapes": (
-        lambda name: on_mesh(lambda: mean(name))(),
-        lambda name: on_mesh(
-            lambda: dq.pmean(
-                {name: jnp.ones((8, 512)) * jax.lax.axis_index("data")},
-                "data",
-                key=jax.random.key(0),
-            )
-        )(),
-        ("leaf 0", "tree['shapes'] of float32[16, 256]", "tree['shapes'] of float32[8, 512]"),
+    "shapes": steps(
+        mean,
+        lambda name: pmean(other_shapes(name)),
+        *("leaf 0", "tree['shapes'] of float32[16, 256]", "tree['shapes'] of float32[8, 512]"),
     ),
-    "more leaves": (
-        lambda name: on_mesh(lambda: mean(name))(),
-        lambda name: on_mesh(
-            lambda: dq.pmean(
-                tree_of(name) | tree_of("more leaves and one"), "data", key=jax.random.key(0)
-            )
-        )(),
-        ("number of leaves", "1", "2"),
+    "more leaves": steps(
+        mean,
+        lambda name: pmean(tree_of(name) | tree_of("more leaves and one")),
+        *("number of leaves", "1", "2"),
     ),
-    "names of leaves": (
-        lambda name: on_mesh(lambda: mean(name))(),
-        lambda name: on_mesh(lambda: mean("another"))(),
-        (
-            "leaf 0",
-            "tree['names of leaves'] of float32[16, 256]",
-            "tree['another'] of float32[16, 256]",
-        ),
+    "names of leaves": steps(
+        mean,
+        lambda name: mean("another"),
+        "leaf 0",
+        "tree['names of leaves'] of float32[16, 256]",
+        "tree['another'] of float32[16, 256]",
     ),
-    "collective": (
-        lambda name: on_mesh(lambda: mean(name))(),
-        lambda name: on_mesh(lambda: dq.psum(tree_of(name), "data", key=jax.random.key(0)))(),
-        ("mean", "True", "False"),
+    "collective": steps(
+        mean,
+        lambda name: dq.psum(tree_of(name), "data", key=jax.random.key(0)),
+        *("mean", "True", "False"),
     ),
-    "halves": (
-        lambda name: on_mesh(
-            lambda: dq.psum_scatter(tree_of(name), "data", key=jax.random.key(0), tiled=True)
-        )(),
-        lambda name: on_mesh(
-            lambda: dq.all_gather(tree_of(name), "data", key=jax.random.key(0), tiled=True)
-        )(),
-        ("collective", "ReduceScatter", "AllGather"),
+    "halves": steps(
+        of_half(dq.psum_scatter),
+        of_half(dq.all_gather),
+        *("collective", "ReduceScatter", "AllGather"),
     ),
-    "implementation of keys": (
-        lambda name: on_mesh(lambda: mean(name, key=jax.random.key(0, impl="rbg")))(),
-        lambda name: on_mesh(lambda: mean(name))(),
-        ("implementation of the key", "rbg", "threefry2x32"),
+    "implementation of keys": steps(
+        lambda name: mean(name, key=jax.random.key(0, impl="rbg")),
+        mean,
+        *("implementation of the key", "rbg", "threefry2x32"),
     ),
     "seed": case(reduce_gradients, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
     "phases": case(
         reduce_gradients,
-        {"method": dq.Schedule({0: "exact", 10: "mxfp8"})},
-        {"method": dq.Schedule({0: "exact", 20: "mxfp8"})},
-        "phases",
-        "(0, 10)",
-        "(0, 20)",
+        *methods(*(dq.Schedule({0: "exact", start: "mxfp8"}) for start in (10, 20))),
+        *("phases", "(0, 10)", "(0, 20)"),
     ),
     "flags of XLA": within(
         lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_max_hlo_modules=1"),
         lambda: flags_of_xla("--xla_dump_max_hlo_modules=2"),
-        "XLA_FLAGS",
-        "['--xla_allow_excess_precision=false']",
-        "[]",
+        *("XLA_FLAGS", "['--xla_allow_excess_precision=false']", "[]"),
     ),
     "random bits": within(
         lambda: jax.threefry_partitionable(True),
         lambda: jax.threefry_partitionable(False),
-        "jax_threefry_partitionable",
-        "True",
-        "False",
+        *("jax_threefry_partitionable", "True", "False"),
     ),
     "precision": within(
         lambda: jax.default_matmul_precision("highest"),
         contextlib.nullcontext,
-        "jax_default_matmul_precision",
-        "highest",
-        "None",
+        *("jax_default_matmul_precision", "highest", "None"),
     ),
     "local steps": case(local_sgd, {"every": 1}, {"every": 2}, "every", "1", "2"),
     "seed of local steps": case(local_sgd, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
     "compressed step": case(
-        compressed,
-        {"method": "mxfp8"},
-        {"method": "mxint8"},
-        "method",
-        "MXFP8",
-        "MXINT8",
-        maps=False,
+        compressed, *methods("mxfp8", "mxint8"), "method", "MXFP8", "MXINT8", maps=False
     ),
 }
 
@@ -284,7 +249,7 @@ def special(rank: int, number: int) -> dict[str, Any]:
             on_mesh(
                 functools.partial(mean, name, method=dataclasses.replace(arguments, method="mxfp8"))
             )
-            for arguments in (options(check_agreement=False), options())
+            for arguments in (dq.Compression(check_agreement=False), dq.Compression())
         ]
 
     with unittest.mock.patch.object(exchange._Group, "_compare", counted):

@@ -103,23 +103,6 @@ def compiled_collectives(
     return collectives(lowered.compile().as_text())
 
 
-def sum_on_mesh(
-    mesh, method: Method, key, stacked, topology: str = "ring", *, check_vma: bool = True
-) -> tuple[np.ndarray, list[Collective]]:
-    """The sums of `stacked`, [workers, ...], on all workers of a mesh, and the collectives of the
-    compiled program.
-    """
-
-    def local(key, stacked):
-        return dq.psum(stacked, "data", key=key, method=dq.Compression(method, topology))
-
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=check_vma
-    )
-    compiled = jax.jit(mapped).lower(key, stacked).compile()
-    return np.asarray(compiled(key, stacked)), collectives(compiled.as_text())
-
-
 def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
     """Bytes of each worker in the compiled program of a step, from a state to the next one."""
     reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, topology))

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.error import rounding_bias
@@ -20,7 +19,7 @@ from dynamiq_jax.methods import Axis, Call, ChunkCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import TWO_WIDTHS, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, mesh_program, simulated
 
 TOPOLOGIES = {
     "ring": Ring(),
@@ -73,13 +72,8 @@ class Counted(ChunkCodec):
 
     def _zero(self):
         zeros = jnp.zeros((1, self.n), jnp.int32)
-        return {
-            "workers": zeros,
-            "turns": zeros,
-            "sizes": zeros,
-            "depth": zeros[:, :1],
-            "chunk": zeros[:, :1] - 1,
-        }
+        counts = dict.fromkeys(("workers", "turns", "sizes"), zeros)
+        return {**counts, "depth": zeros[:, :1], "chunk": zeros[:, :1] - 1}
 
     def _local(self, payloads, chunk):
         own = jax.nn.one_hot(lax.axis_index("data"), self.n, dtype=jnp.int32)
@@ -96,13 +90,8 @@ class Counted(ChunkCodec):
         local = self._local(payloads, chunk)
         turns = local["turns"] + jax.nn.one_hot(turn, self.n, dtype=jnp.int32)
         sizes = local["sizes"] + jax.nn.one_hot(local["workers"].sum() - 1, self.n, dtype=jnp.int32)
-        return {
-            "workers": local["workers"],
-            "turns": turns,
-            "sizes": sizes,
-            "depth": local["depth"] + 1,
-            "chunk": jnp.full((1,), chunk, jnp.int32),
-        }
+        last = {"depth": local["depth"] + 1, "chunk": jnp.full((1,), chunk, jnp.int32)}
+        return {"workers": local["workers"], "turns": turns, "sizes": sizes, **last}
 
 
 def on_workers(n: int, fn):
@@ -198,25 +187,15 @@ def test_turns_are_those_of_the_wire_format(name):
     np.testing.assert_array_equal(turns, expected)
 
 
-@dataclasses.dataclass(frozen=True)
-class CountedSums(SumCodec):
-    """The codec of sums of another one, for some number of workers."""
-
-    inner: Counted
-    workers: int
-
-    def hop(self, payloads, chunk, turn):
-        return self.inner.hop(payloads, chunk, turn)
-
-    def decompress(self, payloads):
-        return self.inner.decompress(payloads)
+class CountedSums(Counted):
+    """The codec of the sums of some number of workers."""
 
 
 class WithSums(Counted):
     """A codec that has another one for sums."""
 
     def of_sums(self, num_workers):
-        return CountedSums(self, num_workers)
+        return CountedSums(num_workers, self.chunks)
 
 
 @pytest.mark.parametrize("name", ("ring", "bidirectional", "butterfly", "all_to_all"))
@@ -232,10 +211,7 @@ def test_only_an_all_to_all_has_sums_encoded_by_a_codec_of_their_own(name):
     result = on_workers(n, reduce)
     np.testing.assert_array_equal(result[..., :n], 1)
     (codec,) = codecs
-    if name == "all_to_all":
-        assert isinstance(codec, CountedSums) and codec.workers == n
-    else:
-        assert isinstance(codec, WithSums)
+    assert codec.n == n and type(codec) is (CountedSums if name == "all_to_all" else WithSums)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -271,7 +247,7 @@ def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
 
 
 @pytest.mark.parametrize("n", (2, 5))
-def test_numbers_that_owners_combine_are_the_same_everywhere(data_mesh, n):
+def test_numbers_that_owners_combine_are_the_same_everywhere_and_cost_their_bytes(data_mesh, n):
     """Whatever the order in which a backend adds up: worker w combines the w-th shares."""
     shares = np.random.default_rng(0).normal(size=(n, n, 6)).astype(np.float32)
 
@@ -282,27 +258,16 @@ def test_numbers_that_owners_combine_are_the_same_everywhere(data_mesh, n):
 
         return Axis("data", n).reduce_by_owners(own, weighted)
 
-    found = np.asarray(on_mesh(local, data_mesh(n))(KEY, shares))
+    compiled = mesh_program(local, data_mesh(n)).lower(KEY, (shares,)).compile()
+    found = np.asarray(compiled(KEY, (shares,)))
     assert found.shape == (n, n, 3)
     assert (found == found[0]).all()
     expected = np.einsum("w,wos->os", np.arange(1, n + 1), shares[..., :3])
     np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("n", (2, 5))
-def test_the_bytes_of_owners_are_those_of_the_program(data_mesh, n):
-    def local(stacked):
-        def combine(of_all):
-            return of_all.sum(axis=0)[:8].astype(jnp.uint8)
-
-        return Axis("data", n).reduce_by_owners(stacked[0], combine)
-
-    mapped = jax.shard_map(local, mesh=data_mesh(n), in_specs=P("data"), out_specs=P())
-    stacked = jax.ShapeDtypeStruct((n, n, 24), jnp.uint16)
-    found = collectives(jax.jit(mapped).lower(stacked).compile().as_text())
-    assert {c.kind for c in found} == {"all-to-all", "all-gather"}
-    sent = sum(c.sent_bytes(n) for c in found)
-    assert sent == Axis("data", n).owners_bytes(2 * 24, 8) == (n - 1) * (48 + 8)
+    sent = collectives(compiled.as_text())
+    assert {c.kind for c in sent} == {"all-to-all", "all-gather"}
+    bytes_sent = sum(c.sent_bytes(n) for c in sent)
+    assert bytes_sent == Axis("data", n).owners_bytes(4 * 6, 4 * 3) == (n - 1) * (24 + 12)
 
 
 def test_an_axis_shifts_swaps_and_gathers():
@@ -310,9 +275,8 @@ def test_an_axis_shifts_swaps_and_gathers():
 
     def local(axis):
         worker = jnp.asarray(own)[axis.index]
-        return [axis.shift(worker, 1), axis.shift(worker, -1), axis.swap(worker, 2)], axis.gather(
-            worker
-        )
+        moved = axis.shift(worker, 1), axis.shift(worker, -1), axis.swap(worker, 2)
+        return moved, axis.gather(worker)
 
     moved, gathered = on_workers(4, local)
     expected = [[40, 10, 20, 30], [20, 30, 40, 10], [30, 40, 10, 20]]
@@ -338,12 +302,6 @@ def test_no_topology_chooses_by_itself(name):
     message = f"topology={name!r} is no topology any more.*dynamiq-jax advise.*'ring'"
     with pytest.raises(ValueError, match=message):
         resolve_topology(name)
-    with pytest.raises(ValueError, match=message):
-        dq.wire_report(
-            {"w": jax.ShapeDtypeStruct((4096,), jnp.float32)},
-            4,
-            method=dq.Compression(topology=name),
-        )
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -364,17 +322,11 @@ def test_a_butterfly_says_which_sizes_it_supports(n, sizes):
         f"topology=Butterfly() does not support an axis of {n} workers. Give an axis of a size "
         f"that it supports, such as {sizes}, or topology='ring' or 'all_to_all'"
     )
+    gradients, how = of_workers(0, n, 2000), dq.Compression(topology="butterfly")
     with pytest.raises(ValueError, match=message):
-        dq.wire_report(
-            {"w": jax.ShapeDtypeStruct((4096,), jnp.float32)},
-            n,
-            method=dq.Compression(topology="butterfly"),
-        )
-    gradients = of_workers(0, n, 2000)
+        dq.wire_report(gradients[0], n, method=how)
     with pytest.raises(ValueError, match=message):
-        simulated(
-            lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(topology="butterfly"))
-        )(KEY, gradients)
+        simulated(lambda key, g: dq.psum(g, "data", how, key=key))(KEY, gradients)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -404,10 +356,9 @@ def test_to_override_supports_is_enough_to_refuse_a_size(sizes, named):
             continue
         with pytest.raises(ValueError, match=rf"FewSizes\(.* does not support an axis of {n} "):
             topology.check(n)
+    how = dq.Compression(topology=topology)
     with pytest.raises(ValueError, match=re.escape(named)):
-        simulated(
-            lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(topology=topology))
-        )(KEY, of_workers(0, 6, 2000))
+        simulated(lambda key, g: dq.psum(g, "data", how, key=key))(KEY, of_workers(0, 6, 2000))
 
 
 @functools.cache
@@ -473,11 +424,12 @@ def test_bf16_on_an_all_to_all_is_one_float32_sum():
         parts = dq.psum_scatter(values, "data", tiled=True, **how)
         return dq.psum(values, "data", **how), parts
 
-    total, parts = jax.vmap(functools.partial(both, topology="all_to_all"), axis_name="data")(
-        values
-    )
+    def run(topology):
+        return jax.vmap(functools.partial(both, topology=topology), axis_name="data")(values)
+
+    total, parts = run("all_to_all")
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(total, np.broadcast_to(rounded, total.shape))
     np.testing.assert_array_equal(parts.ravel(), exact)  # not even the sum is rounded
-    in_a_ring, _ = jax.vmap(functools.partial(both, topology="ring"), axis_name="data")(values)
+    in_a_ring, _ = run("ring")
     assert 0.05 < np.mean(in_a_ring[0] != rounded) < 0.5
