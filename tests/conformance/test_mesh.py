@@ -1,5 +1,5 @@
 """Laws of every topology and collective on a mesh: the bits of the simulation, and the bytes of the
-report. `test_methods.py` has every method. Each case is compiled once for both laws.
+report. `test_methods.py` has every method.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Method
 from tests.support.gradients import of_workers
-from tests.support.hlo import Collective, collectives
+from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, mesh_program
 
 KEY = jax.random.key(0)
@@ -127,9 +127,10 @@ def values_of(case: Case) -> dict[str, np.ndarray]:
     }
 
 
-@functools.cache
-def found_on_mesh(name: str) -> tuple[dict[str, np.ndarray], list[Collective]]:
-    """Return results, with the axes of the mesh in front, and the collectives of the program."""
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
+def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(name):
+    """Along the slow axis, where compressed messages are integers."""
     case = CASES[name]
     devices = jax.devices()[: int(np.prod(case.workers))]
     types = (AxisType.Auto,) * len(case.axes)
@@ -137,42 +138,22 @@ def found_on_mesh(name: str) -> tuple[dict[str, np.ndarray], list[Collective]]:
     program = mesh_program(case.local, mesh, check_vma=case.check_vma)
     arguments = KEY, (values_of(case),)
     compiled = program.lower(*arguments).compile()
-    return jax.tree.map(np.asarray, compiled(*arguments)), collectives(compiled.as_text())
+    found = jax.tree.map(np.asarray, compiled(*arguments))
 
-
-cases = pytest.mark.parametrize("name", CASES)
-
-
-@pytest.mark.sampled(3)
-@cases
-def test_a_mesh_gives_the_bits_of_the_simulation(name):
-    case = CASES[name]
     simulated = functools.partial(case.local, KEY)
     for axis in reversed(case.axes):
         simulated = jax.vmap(simulated, axis_name=axis)
     expected = jax.jit(simulated)(values_of(case))
-    found, _ = found_on_mesh(name)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replicated])
-def test_all_workers_of_a_mesh_hold_the_same_bits(name):
-    for leaf in found_on_mesh(name)[0].values():
-        replicas = leaf.reshape(int(np.prod(CASES[name].workers)), -1)
-        assert {replica.tobytes() for replica in replicas} == {replicas[0].tobytes()}
+        replicas = ours.reshape(len(devices), -1)
         assert np.isfinite(replicas).all() and replicas.any()
+        assert not case.replicated or (replicas == replicas[0]).all()
 
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.sent is not None])
-def test_a_mesh_sends_what_is_reported(name):
-    """Along the slow axis, where compressed messages are integers."""
-    case = CASES[name]
-    _, sent = found_on_mesh(name)
+    sent = collectives(compiled.as_text())
     if len(case.axes) == 2:
         sent = [c for c in sent if c.dtypes <= {"u8", "u16"}]
-    assert round(sum(c.sent_bytes(case.workers[0]) for c in sent)) == case.sent
+    if case.sent is not None:
+        assert round(sum(c.sent_bytes(case.workers[0]) for c in sent)) == case.sent
