@@ -10,11 +10,9 @@ _BYTES = 2  # of a norm: sent as bits of bfloat16, which XLA:CPU would widen
 
 
 def combine_norms(local: Array, axis: Axis) -> Array:
-    """Combine norms as sqrt(sum of squares): bits of bfloat16, uint16 [count], on all workers.
+    """Combine norms of all workers, float32 [count], as sqrt(sum of squares): bits of bfloat16.
 
-    Args:
-      local: norms of this worker, float32 [count], for a count that the workers divide.
-      axis: the workers.
+    The workers divide `count`. The result is uint16 [count], the same on all workers.
     """
 
     def combine(words: Array) -> Array:
@@ -25,31 +23,16 @@ def combine_norms(local: Array, axis: Axis) -> Array:
 
 
 def combined_bytes(count: int, axis: Axis) -> int:
-    """Return the bytes that each worker sends in `combine_norms`.
-
-    Args:
-      count: number of norms.
-      axis: workers.
-    """
+    """Return the bytes that each worker sends in `combine_norms`."""
     share = _BYTES * (count // axis.size)
     return axis.owners_bytes(share, share)
 
 
 def gather_norms(local: Array, axis: Axis) -> Array:
-    """Gather the norms of all workers, float32 [count] each, as bits: uint16 [workers * count].
-
-    Args:
-      local: norms of this worker, float32 [count].
-      axis: workers.
-    """
+    """Gather the norms of all workers, float32 [count] each, as bits: uint16 [workers * count]."""
     return axis.gather(bfloat16_bits(local)).reshape(-1)
 
 
 def gathered_bytes(count: int, axis: Axis) -> int:
-    """Return the bytes that each worker sends in `gather_norms`.
-
-    Args:
-      count: number of norms, of all workers together.
-      axis: workers.
-    """
+    """Return the bytes that each worker sends in `gather_norms`, of `count` norms in all."""
     return (axis.size - 1) * _BYTES * (count // axis.size)

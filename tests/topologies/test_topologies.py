@@ -13,7 +13,6 @@ from jax import lax
 import dynamiq_jax as dq
 from benchmarks.error import rounding_bias
 from dynamiq_jax import topologies
-from dynamiq_jax._core import SumCodec
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import Axis, Call, ChunkCodec
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
