@@ -1,19 +1,16 @@
-"""Eight devices for a script that runs alone, and the workers of most scripts."""
+"""Workers, losses and steps of most reports."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-
-if jax.config.jax_num_cpu_devices < 2:  # none yet: `tests/plugin.py` makes them for pytest
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
 
 
 def mesh_of(num_workers: int = 2) -> Mesh:
@@ -32,6 +29,18 @@ def on_workers(function: Callable[..., Any], *stacked: Any, check_vma: bool = Fa
     specs = P("data")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
     return jax.jit(mapped)(stacked)
+
+
+def mean_of(
+    stacked: Any, method: Any = "dynamiq:5", *, check_vma: bool = False, with_metrics: bool = False
+) -> Any:
+    """Return the mean of trees [workers, ...] that each worker of a mesh gets, by one key."""
+
+    def mean(own: Any) -> Any:
+        key = jax.random.key(0)
+        return dq.pmean(own, "data", key=key, method=method, with_metrics=with_metrics)
+
+    return on_workers(mean, stacked, check_vma=check_vma)
 
 
 def train_step(tx: Any, loss_fn: Callable[..., Any], state_specs: Any = P()) -> Callable[..., Any]:
@@ -60,3 +69,12 @@ def normal(*shape: int, seed: int = 0) -> Array:
 
 def loss_fn(w: Array, x: Array) -> Array:
     return jnp.mean((x @ w) ** 2)
+
+
+def evaluate(rank: int) -> None:
+    """Take gradients on the devices of this process, one step more than in the one before."""
+    mesh = Mesh(np.array(jax.local_devices()), ("data",))
+    w, x = jnp.ones((64, 48 + 8 * rank)), jnp.ones((8, 64))
+    for _ in range(1 + rank):
+        grads = gradient(loss_fn, mesh)(w, x)
+        assert dq.vnmse(grads, jax.grad(loss_fn)(w, x)) < 1e-4
