@@ -16,7 +16,7 @@ import itertools
 import json
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -37,7 +37,8 @@ from benchmarks.emulation.python_processes import (
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.harness.timing import median_seconds
 from benchmarks.training.emulated_training.target import reached, target_loss
-from benchmarks.training.small_lm.corpora import all_windows, load_corpora, worker_windows
+from benchmarks.training.every_run import batches_of
+from benchmarks.training.small_lm.corpora import all_windows, load_corpora
 from benchmarks.training.small_lm.pretraining import adamw, loss_of
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax import islands
@@ -83,7 +84,7 @@ class Training:
             self.corpora, steps=config.pretrain_steps, width=config.width
         )
         self.loss = jax.jit(loss_of(structure))
-        held_out = all_windows(self.corpora.held_out, context=config.context, multiple_of=1)
+        held_out = all_windows(self.corpora.held_out, context=config.context)
         self.held_out = jnp.asarray(held_out[:256])
         self.optimizer = adamw(config.learning_rate)
         self.size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -105,9 +106,9 @@ class Training:
         reference = self.params
         own = replicate(workers, (reference, self.optimizer.init(reference)))
         found = [float(self.loss(reference, self.held_out))]
-        for number in range(self.config.steps):
+        for number, tokens in enumerate(self._batches()):
             key = jax.random.key(number)
-            own = compiled(own, self._batches(number), key)
+            own = compiled(own, tokens, key)
             if (number + 1) % self.config.every:
                 continue
             if in_every_step:
@@ -122,8 +123,9 @@ class Training:
         """Return the median time of a local step of one worker alone."""
         step = jax.jit(lambda own, batch: self._step(own, batch, None, None))
         own = self.params, self.optimizer.init(self.params)
-        own = jax.block_until_ready(step(own, self._batches(0)[0]))
-        return median_seconds(step, own, self._batches(1)[0])
+        first, second = itertools.islice(self._batches(), 2)
+        own = jax.block_until_ready(step(own, first[0]))
+        return median_seconds(step, own, second[0])
 
     def _step(self, own: Any, batch: Batch, key: Any, setting: str | None) -> Any:
         params, state = own
@@ -157,17 +159,8 @@ class Training:
 
         return jax.jit(jax.vmap(mean, axis_name="data"))(changes)
 
-    def _batches(self, number: int) -> Any:
-        config = self.config
-        windows = worker_windows(
-            self.corpora.reference,
-            workers=config.workers,
-            batch=config.batch,
-            context=config.context,
-            seed=config.seed,
-            step=number,
-        )
-        return jnp.asarray(windows)
+    def _batches(self) -> Iterator[jax.Array]:
+        return batches_of(self.corpora.reference, self.config, self.config.seed)
 
 
 def exchanges(size: int, config: Config, done: Callable[[str], None]) -> dict[str, list[float]]:

@@ -19,24 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.harness import files
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.islands.rounds_host import islands_of
-from benchmarks.training.small_lm.corpora import (
-    Corpora,
-    all_windows,
-    load_corpora,
-    worker_windows,
-)
-from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of
+from benchmarks.training.every_run import batches_of
+from benchmarks.training.local_sgd import local
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
+from benchmarks.training.small_lm.pretraining import Params, adamw, evaluator
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax.methods import BlockInt, ErrorFeedback, TopKChunked
 from dynamiq_jax.training import LocalSGD
@@ -93,36 +88,13 @@ class Task:
         config = self.config
         mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
         outer = LocalSGD(axis_name="data", every=every, method=method, outer=optax.sgd(1.0))
-        optimizer = adamw(config.learning_rate)
-        gradient = jax.grad(loss_of(self.structure))
-        specs = (P("data"), outer.state_specs)
-
-        def init(params):
-            own = jax.lax.pcast((params, optimizer.init(params)), "data", to="varying")
-            return jax.tree.map(lambda leaf: leaf[None], own), outer.init(params)
-
-        def step(carry, batches):
-            params, opt_state = jax.tree.map(lambda leaf: leaf[0], carry[0])
-            updates, opt_state = optimizer.update(gradient(params, batches[0]), opt_state, params)
-            params, state = outer.update(optax.apply_updates(params, updates), carry[1])
-            return jax.tree.map(lambda leaf: leaf[None], (params, opt_state)), state
-
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-        train_step = jax.jit(mapped)
-        carry = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs))(self.params)
-        for number in range(config.steps):
-            windows = worker_windows(
-                self.corpora.reference,
-                workers=config.workers,
-                batch=config.batch,
-                context=config.context,
-                seed=config.seed,
-                step=number,
-            )
-            carry = train_step(carry, jnp.asarray(windows))
+        training = local(self.structure, mesh, adamw(config.learning_rate), outer)
+        carry = training.init(self.params)
+        for tokens in batches_of(self.corpora.reference, config, config.seed):
+            carry = training.step(carry, tokens)
         (report,) = outer.wire_report(self.params, config.workers)
         sent = report.bytes_per_worker * (config.steps // every)
-        return {"loss": self.evaluate(carry[1].reference), "bytes": sent}
+        return {"loss": self.evaluate(training.params_of(carry)), "bytes": sent}
 
     def islands(self, method: str, kills: int, *, keeps_optimizer: bool = False) -> dict[str, Any]:
         """Train islands, one of which is killed in the middle of some rounds.
@@ -237,13 +209,8 @@ def main(config: Config) -> Iterator[Report]:
     corpora = load_corpora()
     with console.status("Pre-training"):
         structure, params = pretrained(corpora, steps=config.pretrain_steps, width=config.width)
-    windows = all_windows(corpora.held_out, context=config.context, multiple_of=1)[:512]
-    loss = jax.jit(loss_of(structure))
-
-    def evaluate(params: Params) -> float:
-        return float(loss(jax.device_put(params, jax.devices()[0]), jnp.asarray(windows)))
-
-    task = Task(config, corpora, structure, params, evaluate)
+    windows = all_windows(corpora.held_out, context=config.context)[:512]
+    task = Task(config, corpora, structure, params, evaluator(structure, windows))
     earlier = files.earlier_results(
         files.path_of("islands"), dataclasses.asdict(config), but=("save",)
     )

@@ -79,7 +79,7 @@ class Training:
         structure, params = pretrained(self.corpora, steps=120, width=128)
         self.params = jax.tree.map(np.asarray, params)
         loss_fn, self.inner = loss_of(structure), adamw(1e-3)
-        held_out = all_windows(self.corpora.held_out, context=64, multiple_of=1)[:256]
+        held_out = all_windows(self.corpora.held_out, context=64)[:256]
         self.loss = jax.jit(lambda params: loss_fn(params, held_out))
 
         def one(reference: Any, opt_state: Any, tokens: Any) -> Any:

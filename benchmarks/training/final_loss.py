@@ -14,21 +14,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import Progress
 
 import dynamiq_jax as dq
 from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.training.every_run import batches_of, train_every
 from benchmarks.training.muon import muon
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.pretraining import Params, adamw, loss_of, make_optimizer
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
+from benchmarks.training.small_lm.pretraining import (
+    Params,
+    adamw,
+    evaluator,
+    loss_of,
+    make_optimizer,
+)
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.settings import Setting, installed, parse_setting
 
@@ -122,18 +127,9 @@ def final_loss(
     """Fine-tune and return the evaluation loss, nats per token."""
     init, step = train_step(structure, setting, config, seed)
     state = init(params)
-    for number in range(config.steps):
-        windows = worker_windows(
-            corpora.reference,
-            workers=config.workers,
-            batch=config.batch,
-            context=config.context,
-            seed=seed,
-            step=number,
-        )
-        params, state = step(params, state, jnp.asarray(windows))
-    held_out = all_windows(corpora.held_out, context=config.context, multiple_of=1)
-    return float(jax.jit(loss_of(structure))(params, jnp.asarray(held_out)))
+    for tokens in batches_of(corpora.reference, config, seed):
+        params, state = step(params, state, tokens)
+    return evaluator(structure, all_windows(corpora.held_out, context=config.context))(params)
 
 
 COLUMNS = (
@@ -149,34 +145,30 @@ COLUMNS = (
 def main(config: Config) -> Iterator[Report]:
     """Train with every method; report after each, since a run takes long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
-    console = Console()
     corpora = load_corpora()
-    with console.status("Pre-training"):
+    with Console().status("Pre-training"):
         structure, params = pretrained(corpora, steps=config.pretrain_steps)
     shapes = jax.eval_shape(lambda: params)
-    settings = [parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods]
-    loss_after = functools.partial(final_loss, structure, params, corpora, config=config)
+    settings = {
+        name: parse_setting(f"{name}:{config.topology}", "--methods") for name in config.methods
+    }
     known = earlier_losses(config) if config.resume else {}
     results: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Fine-tuning", total=len(settings) * len(config.seeds))
-        for name, setting in zip(config.methods, settings, strict=True):
-            losses = known.get(name, []) if results else []  # the first one is always run
-            for seed in config.seeds[len(losses) :]:
-                losses.append(loss_after(setting=setting, seed=seed))
-                progress.update(task, completed=len(config.seeds) * len(results) + len(losses))
-            if not results and losses != known.get(name):
-                known = {}  # another machine, or other versions
-            exact = np.array(results[0]["losses"] if results else losses)
-            bits = wire_bits(setting, shapes, config.workers)
-            off = (np.array(losses) / exact - 1).tolist()
-            results.append({"method": name, "bits": bits, "losses": losses, "off": off})
-            done = config.methods[: len(results)]
-            yield Report(
-                results=results,
-                shown=[table(TITLE, COLUMNS, results)],
-                options=files.options_of(config) | {"methods": done},
-            )
+
+    def make(name: str) -> Callable[[int], float]:
+        return functools.partial(final_loss, structure, params, corpora, settings[name], config)
+
+    for name, losses in train_every(config.methods, config.seeds, make, known, first_again=True):
+        exact = np.array(results[0]["losses"] if results else losses)
+        bits = wire_bits(settings[name], shapes, config.workers)
+        off = (np.array(losses) / exact - 1).tolist()
+        results.append({"method": name, "bits": bits, "losses": losses, "off": off})
+        done = config.methods[: len(results)]
+        yield Report(
+            results=results,
+            shown=[table(TITLE, COLUMNS, results)],
+            options=files.options_of(config) | {"methods": done},
+        )
 
 
 def earlier_losses(config: Config) -> dict[str, list[float]]:

@@ -13,21 +13,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
 
 import dynamiq_jax as dq
 from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.every_run import batches_of, train_every
+from benchmarks.training.small_lm.corpora import all_windows, load_corpora
+from benchmarks.training.small_lm.pretraining import Params, evaluator, loss_of, make_optimizer
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax.training import LocalSGD
 
@@ -75,10 +74,9 @@ class Training:
     init: Callable[[Params], Any]
     step: Callable[[Any, jax.Array], Any]
     params_of: Callable[[Any], Params]
-    bytes_by_step: list[int]  # that a worker sends in each step of a period
 
 
-def every_step(structure: Any, mesh: Mesh, config: Config, seed: int, shapes: Any) -> Training:
+def every_step(structure: Any, mesh: Mesh, config: Config, seed: int) -> Training:
     """Train with a mean of gradients in every step, in bfloat16."""
     reduce = dq.all_reduce_gradients("data", method="bf16", seed=seed)
     optimizer = optax.chain(reduce, make_optimizer(config.learning_rate, config.steps))
@@ -92,21 +90,15 @@ def every_step(structure: Any, mesh: Mesh, config: Config, seed: int, shapes: An
         return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)
-    sent = dq.wire_report(shapes, config.workers, method="bf16").bytes_per_worker
     return Training(
-        lambda params: (params, optimizer.init(params)),
-        jax.jit(mapped),
-        lambda carry: carry[0],
-        [sent],
+        lambda params: (params, optimizer.init(params)), jax.jit(mapped), lambda carry: carry[0]
     )
 
 
 def local(
-    structure: Any, mesh: Mesh, config: Config, seed: int, shapes: Any, fields: dict[str, Any]
+    structure: Any, mesh: Mesh, optimizer: optax.GradientTransformation, local_sgd: LocalSGD
 ) -> Training:
     """Train with local SGD."""
-    local_sgd = LocalSGD(axis_name="data", every=config.every, seed=seed, **fields)
-    optimizer = make_optimizer(config.learning_rate, config.steps)
     gradient = jax.grad(loss_of(structure))
     specs = (P("data"), local_sgd.state_specs)
 
@@ -121,43 +113,26 @@ def local(
         params, state = local_sgd.update(optax.apply_updates(params, updates), state)
         return jax.tree.map(lambda leaf: leaf[None], (params, opt_state)), state
 
-    sent = [0] * config.every
-    reports = local_sgd.wire_report(shapes, config.workers)
-    for number in range(config.every):
-        fragment = local_sgd.due(number).sent
-        sent[number] = 0 if fragment is None else reports[fragment].bytes_per_worker
     return Training(
         jax.jit(jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)),
         jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs)),
         lambda carry: carry[1].reference,
-        sent,
     )
 
 
-def losses_of(
-    training: Training,
-    params: Params,
-    corpora: Corpora,
-    evaluate: Callable[[Params], float],
-    config: Config,
-    seed: int,
-) -> list[float]:
-    """Train; return the evaluation loss before the first and after every period, nats a token."""
-    carry = training.init(params)
-    losses = [evaluate(params)]
-    for number in range(config.steps):
-        windows = worker_windows(
-            corpora.reference,
-            workers=config.workers,
-            batch=config.batch,
-            context=config.context,
-            seed=seed,
-            step=number,
-        )
-        carry = training.step(carry, jnp.asarray(windows))
-        if (number + 1) % config.every == 0:
-            losses.append(evaluate(training.params_of(carry)))
-    return losses
+def make_local_sgd(name: str, config: Config, seed: int) -> LocalSGD:
+    """Make the local SGD of a run."""
+    return LocalSGD(axis_name="data", every=config.every, seed=seed, **RUNS[name])
+
+
+def bytes_by_step(name: str, config: Config, shapes: Any) -> list[int]:
+    """Return the bytes that a worker sends in each step of a period."""
+    if name == EVERY_STEP:
+        return [dq.wire_report(shapes, config.workers, method="bf16").bytes_per_worker]
+    local_sgd = make_local_sgd(name, config, seed=0)
+    reports = local_sgd.wire_report(shapes, config.workers)
+    sent = [local_sgd.due(number).sent for number in range(config.every)]
+    return [0 if each is None else reports[each].bytes_per_worker for each in sent]
 
 
 COLUMNS = (
@@ -178,46 +153,40 @@ COLUMNS = (
 def main(config: Config) -> Iterator[Report]:
     """Train with all runs and seeds; report after each run, since all of them take long."""
     jax.config.update("jax_num_cpu_devices", config.workers)
-    console = Console()
     corpora = load_corpora()
-    with console.status("Pre-training"):
+    with Console().status("Pre-training"):
         structure, params = pretrained(corpora, steps=config.pretrain_steps)
     mesh = jax.make_mesh((config.workers,), ("data",), axis_types=(AxisType.Auto,))
     shapes = jax.eval_shape(lambda: params)
-    held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
-    loss = jax.jit(loss_of(structure))
-    evaluate = lambda params: float(loss(jax.device_put(params, jax.devices()[0]), held_out))  # noqa: E731
+    evaluate = evaluator(structure, all_windows(corpora.held_out, context=config.context))
+
+    def losses_of(name: str, seed: int) -> list[float]:
+        """Train; return the evaluation loss before the first and after every period."""
+        if name == EVERY_STEP:
+            training = every_step(structure, mesh, config, seed)
+        else:
+            optimizer = make_optimizer(config.learning_rate, config.steps)
+            training = local(structure, mesh, optimizer, make_local_sgd(name, config, seed))
+        carry, losses = training.init(params), [evaluate(params)]
+        for number, tokens in enumerate(batches_of(corpora.reference, config, seed), 1):
+            carry = training.step(carry, tokens)
+            if number % config.every == 0:
+                losses.append(evaluate(training.params_of(carry)))
+        return losses
+
     results: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Training", total=len(config.runs) * len(config.seeds))
-        options = dataclasses.asdict(config)
-        earlier = files.earlier_results(
-            files.path_of("local_sgd"), options, but=("runs", "save", "resume")
-        )
-        known = {row["run"]: row for row in earlier or () if config.resume}
-        for name in config.runs:
-            if name in known:
-                results.append(known[name])
-                _compare(results)
-                progress.advance(task, len(config.seeds))
-                continue
-            make = every_step if name == EVERY_STEP else functools.partial(local, fields=RUNS[name])
-            curves = []
-            for seed in config.seeds:
-                training = make(structure, mesh, config, seed, shapes)
-                curves.append(losses_of(training, params, corpora, evaluate, config, seed))
-                progress.advance(task)
-            sent = training.bytes_by_step
-            results.append(
-                {
-                    "run": name,
-                    "losses": curves,
-                    "bytes_a_step": float(np.mean(sent)),
-                    "peak_bytes": max(sent),
-                }
-            )
-            _compare(results)
-            yield Report(results=results, draw=lambda: plot(results, config))
+    earlier = files.earlier_results(
+        files.path_of("local_sgd"), dataclasses.asdict(config), but=("runs", "save", "resume")
+    )
+    known = {row["run"]: row["losses"] for row in earlier or () if config.resume}
+    make = lambda name: functools.partial(losses_of, name)  # noqa: E731
+    for name, curves in train_every(config.runs, config.seeds, make, known):
+        sent = bytes_by_step(name, config, shapes)
+        mean = float(np.mean(sent))
+        row = {"run": name, "losses": curves, "bytes_a_step": mean, "peak_bytes": max(sent)}
+        results.append(row)
+        _compare(results)
+        yield Report(results=results, draw=lambda: plot(results, config))
     title = "Evaluation loss after training, and bytes that a worker sends"
     yield Report(shown=[table(title, COLUMNS, results)])
 

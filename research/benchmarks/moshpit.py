@@ -9,6 +9,8 @@ ones miss the averages of a step and go on alone.
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,13 +22,13 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.every_run import batches_of, train_every
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
+from benchmarks.training.small_lm.pretraining import Params, evaluator, loss_of, make_optimizer
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_research import moshpit_mean, moshpit_variance
 from research.benchmarks.averaging_schemes import MOSHPIT, SCHEMES, rounds_until, variances
@@ -98,6 +100,11 @@ class Config:
     pretrain_steps: int = 240
     save: bool = True  # write the result to research/benchmarks/results/moshpit.json
     resume: bool = True  # take trained groups from there that have the same other options
+
+    @property
+    def workers(self) -> int:
+        """Number of peers that train."""
+        return math.prod(self.grid)
 
 
 def laws(config: Config) -> list[dict[str, Any]]:
@@ -211,24 +218,11 @@ class MoshpitBench:
         optimizer = make_optimizer(config.learning_rate, steps)
         return Peers(mesh, jax.grad(loss_of(self.structure)), optimizer)
 
-    def batches(self, seed: int, step: int) -> jax.Array:
-        """Return windows of all peers: int32 [peers, batch, context + 1]."""
-        config = self.config
-        windows = worker_windows(
-            self.corpora.reference,
-            workers=int(np.prod(config.grid)),
-            batch=config.batch,
-            context=config.context,
-            seed=seed,
-            step=step,
-        )
-        return jnp.asarray(windows)
-
     def losses(self, run: Run, seed: int) -> list[float]:
         """Train; return evaluation losses of the mean of all peers' parameters."""
         config = self.config
         rng = np.random.default_rng(seed)  # the same peers are dead in all runs
-        alive = rng.random((config.steps, int(np.prod(config.grid)))) >= config.dead
+        alive = rng.random((config.steps, config.workers)) >= config.dead
         alive |= not run.dead
         lost = run.whole & ~alive.all(1)
         in_step = run.averages == "gradients"
@@ -238,10 +232,11 @@ class MoshpitBench:
         repair = peers.average("parameters", "exact")
         state = peers.init(self.params)
         losses = [self.evaluate(self.params)]
-        for number, here in enumerate(alive):
+        steps = zip(alive, batches_of(self.corpora.reference, config, seed), strict=True)
+        for number, (here, tokens) in enumerate(steps):
             key = jax.random.fold_in(jax.random.key(seed), number)
             if not (lost[number] and in_step):
-                state = step(state, self.batches(seed, number), here, key)
+                state = step(state, tokens, here, key)
             if (number + 1) % config.repair == 0 and run.averages != "parameters":
                 if not lost[number]:
                     state = repair(state, here, key)
@@ -260,8 +255,9 @@ class MoshpitBench:
         peers = self.peers(config.steps)
         step, state = peers.step(None), peers.init(self.params)
         here = np.ones(peers.mesh.size, bool)
-        for number in range(config.every):
-            state = step(state, self.batches(0, number), here, jax.random.key(number))
+        batches = batches_of(self.corpora.reference, config, seed=0)
+        for number, tokens in enumerate(itertools.islice(batches, config.every)):
+            state = step(state, tokens, here, jax.random.key(number))
         state = jax.device_get(state)
         exact, before = _flat(_mean(state[0])), _flat(_mean(state[1]))
         rows = []
@@ -303,21 +299,14 @@ def prepare(config: Config) -> MoshpitBench:
     """Pre-train the model that all runs start from."""
     corpora = load_corpora()
     structure, params = pretrained(corpora, steps=config.pretrain_steps, width=config.width)
-    held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
-    loss = jax.jit(loss_of(structure))
-    return MoshpitBench(
-        config,
-        structure,
-        jax.device_get(params),
-        corpora,
-        lambda params: float(loss(params, held_out)),
-    )
+    evaluate = evaluator(structure, all_windows(corpora.held_out, context=config.context))
+    return MoshpitBench(config, structure, jax.device_get(params), corpora, evaluate)
 
 
 @benchmark("research/moshpit")
 def main(config: Config) -> Iterator[Report]:
     """Simulate and train; report after each run, since all of them take long."""
-    jax.config.update("jax_num_cpu_devices", int(np.prod(config.grid)))
+    jax.config.update("jax_num_cpu_devices", config.workers)
     console = Console()
     options = dataclasses.asdict(config)
     earlier = {}
@@ -331,28 +320,24 @@ def main(config: Config) -> Iterator[Report]:
     with console.status("Pre-training"):
         results["errors"] = earlier.get("errors") or bench().errors()
     results["training"] = []
-    known = {(row["group"], row["run"]): row for row in earlier.get("training", ())}
-    runs = [(group, name, run) for group in config.groups for name, run in GROUPS[group].items()]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Training", total=len(runs) * len(config.seeds))
-        for group, name, kind in runs:
-            row = known.get((group, name))
-            if row is None:
-                row = {"group": group, "run": name, "losses": []}
-                for seed in config.seeds:
-                    row["losses"].append(bench().losses(kind, seed))
-                    progress.advance(task)
-            else:
-                progress.advance(task, len(config.seeds))
-            results["training"].append(row)
-            first = next(row for row in results["training"] if row["group"] == group)
-            pairs = zip(row["losses"], first["losses"], strict=True)
-            row["off"] = [losses[-1] / other[-1] - 1 for losses, other in pairs]
-            yield Report(
-                results=results,
-                shown=[table("Evaluation loss after training", COLUMNS, results["training"])],
-                draw=lambda: plot(results, config),
-            )
+    known = {(row["group"], row["run"]): row["losses"] for row in earlier.get("training", ())}
+    runs = [(group, name) for group in config.groups for name in GROUPS[group]]
+
+    def make(run: tuple[str, str]) -> Callable[[int], list[float]]:
+        group, name = run
+        return functools.partial(bench().losses, GROUPS[group][name])
+
+    for (group, name), curves in train_every(runs, config.seeds, make, known):
+        row = {"group": group, "run": name, "losses": curves}
+        results["training"].append(row)
+        first = next(row for row in results["training"] if row["group"] == group)
+        pairs = zip(curves, first["losses"], strict=True)
+        row["off"] = [losses[-1] / other[-1] - 1 for losses, other in pairs]
+        yield Report(
+            results=results,
+            shown=[table("Evaluation loss after training", COLUMNS, results["training"])],
+            draw=lambda: plot(results, config),
+        )
 
 
 def plot(results: dict[str, Any], config: Config) -> Figure:

@@ -22,15 +22,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 import dynamiq_jax as dq
 from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora, worker_windows
-from benchmarks.training.small_lm.pretraining import Params, loss_of, make_optimizer
+from benchmarks.training.every_run import batches_of, train_every
+from benchmarks.training.small_lm.corpora import Corpora, all_windows, load_corpora
+from benchmarks.training.small_lm.pretraining import Params, evaluator, loss_of, make_optimizer
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import Axis, Call, resolve_method
@@ -162,41 +162,31 @@ def train_step(
     return on_workers(first, (0,)), on_workers(step, (2,)), on_workers(joined, (1,))
 
 
-def measure(
-    structure: Any, params: Params, corpora: Corpora, run: Run, config: Config
-) -> list[dict[str, Any]]:
-    """Fine-tune with every seed: evaluation losses in nats per token, and drift by step."""
+def measuring(
+    structure: Any, params: Params, corpora: Corpora, config: Config, run: Run
+) -> Callable[[int], dict[str, Any]]:
+    """Return a function that fine-tunes with a seed: evaluation losses, and drift by step."""
     first, step, joined = train_step(structure, run, config)
-    held_out = jnp.asarray(all_windows(corpora.held_out, context=config.context, multiple_of=1))
-    evaluate = jax.jit(loss_of(structure))
-    measured = []
-    for seed in config.seeds:
+    evaluate = evaluator(structure, all_windows(corpora.held_out, context=config.context))
+
+    def measure(seed: int) -> dict[str, Any]:
         state, drifts = first(params), []
-        for number in range(config.steps):
-            tokens = worker_windows(
-                corpora.reference,
-                workers=config.workers,
-                batch=config.batch,
-                context=config.context,
-                seed=seed,
-                step=number,
-            )
+        for number, tokens in enumerate(batches_of(corpora.reference, config, seed)):
             key = jax.random.fold_in(jax.random.key(seed), number)
-            state, metrics = step(state, jnp.asarray(tokens), key)
+            state, metrics = step(state, tokens, key)
             drifts.append(float(metrics[0]))
         of_first = jax.tree.map(lambda leaf: leaf[0], (state[0], joined(state, key)))
-        of_worker, of_owners = (float(evaluate(each, held_out)) for each in of_first)
+        of_worker, of_owners = map(evaluate, of_first)
         square = float(optax.global_norm(of_first[1])) ** 2
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        measured.append(
-            {
-                "loss": of_owners,
-                "loss_of_a_worker": of_worker,
-                "drift": drifts,
-                "mean_square": square / size,  # of the parameters
-            }
-        )
-    return measured
+        return {
+            "loss": of_owners,
+            "loss_of_a_worker": of_worker,
+            "drift": drifts,
+            "mean_square": square / size,  # of the parameters
+        }
+
+    return measure
 
 
 def measure_messages(method: str, config: Config) -> dict[str, Any]:
@@ -279,18 +269,16 @@ def main(config: Config) -> Iterator[Report]:
         messages = [measure_messages(method, config) for method in config.message_methods]
     known = earlier_runs(config) if config.resume else {}
     results: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True) as progress:
-        for run in progress.track(config.runs, description="Fine-tuning"):
-            seeds = known.get(run) or measure(structure, params, corpora, run, config)
-            of_run = {**dataclasses.asdict(run), "gradients": run.gradients}
-            results.append({**of_run, "seeds": seeds})
-            rows = with_offsets(results)
-            yield Report(
-                results={"messages": messages, "training": rows},
-                shown=[table_of_messages(messages), as_table(rows)],
-                # The figure needs all runs.
-                draw=functools.partial(draw, rows) if len(rows) == len(config.runs) else None,
-            )
+    make = functools.partial(measuring, structure, params, corpora, config)
+    for kind, seeds in train_every(config.runs, config.seeds, make, known):
+        results.append({**dataclasses.asdict(kind), "gradients": kind.gradients, "seeds": seeds})
+        rows = with_offsets(results)
+        yield Report(
+            results={"messages": messages, "training": rows},
+            shown=[table_of_messages(messages), as_table(rows)],
+            # The figure needs all runs.
+            draw=functools.partial(draw, rows) if len(rows) == len(config.runs) else None,
+        )
 
 
 def earlier_runs(config: Config) -> dict[Run, list[dict[str, Any]]]:

@@ -182,6 +182,7 @@ def test_a_small_run(start, tmp_path):
     assert_nothing_left(command.process.pid, [])
 
 
+@pytest.mark.slow
 @emulates
 def test_a_stopped_run_leaves_nothing(start):
     """tests/command_line/test_cli.py has the other signals."""

@@ -13,6 +13,7 @@ from benchmarks.harness import command, files, timing
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark
 from benchmarks.harness.processes import in_process
+from benchmarks.training.every_run import train_every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,27 @@ def test_calls_take_turns_after_a_first_one_that_is_not_timed():
     assert called == list("abababab")
     assert {name: len(of) for name, of in seconds.items()} == {"a": 3, "b": 3}
     assert timing.median_ratio([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
+
+
+def test_runs_that_are_known_are_not_trained_again():
+    """Unless the first one, which may be trained in any case, has other results."""
+    trained = []
+
+    def make(run):
+        return lambda seed: trained.append((run, seed)) or f"{run}{seed}"
+
+    def results(known, **options):
+        trained.clear()
+        return dict(train_every("abc", (0, 1), make, known, **options))
+
+    expected = {run: [f"{run}0", f"{run}1"] for run in "abc"}
+    known = {"a": ["a0", "a1"], "b": ["b0"]}
+    for first_again, first in ((False, []), (True, [("a", 0), ("a", 1)])):
+        assert results(known, first_again=first_again) == expected
+        assert trained == [*first, ("b", 1), ("c", 0), ("c", 1)]
+    assert known == {"a": ["a0", "a1"], "b": ["b0"]}
+    assert results({**known, "a": ["other"]}, first_again=True) == expected
+    assert len(trained) == 6
 
 
 def in_other_process(values: list[int], name: str) -> dict[str, object]:

@@ -25,6 +25,7 @@ def test_layers_keep_their_arrays_under_names_that_are_alike():
         layers({"w": GRADIENTS["embed_tokens"]})
 
 
+@pytest.mark.slow
 def test_each_layer_is_summed_alone_and_equal_ones_are_compiled_once(tmp_path, monkeypatch):
     """Layers of equal values have equal errors, although other layers are between."""
     equal = {f"layers.{layer}.mlp.up": GRADIENTS["layers.5.mlp.up"] for layer in (0, 2)}

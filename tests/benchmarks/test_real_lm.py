@@ -41,6 +41,7 @@ def model(tmp_path, monkeypatch):
         yield tmp_path / "start"
 
 
+@pytest.mark.slow
 def test_gradients_of_workers_average_to_that_of_all_rows(model):
     """Workers with more targets weigh more."""
     each, whole = (

@@ -85,6 +85,7 @@ def test_quantized_weights_are_within_half_a_step(write, tmp_path, kind, bits):
         assert error.max() > 0
 
 
+@pytest.mark.slow
 def test_the_decoder_computes_what_the_weights_mean(write, tmp_path):
     file, _ = write("Q8_0")
     folder = tmp_path / "model"

@@ -91,6 +91,7 @@ def test_packed_documents_give_the_logits_of_separate_ones(folder):
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_no_gradient_and_every_parameter_is_used(folder):
     def gradient(remat):
         structure, params = nnx.split(decoder(folder, dtype=jnp.float32, remat=remat), nnx.Param)

@@ -142,6 +142,7 @@ def test_a_run_of_other_workers_is_not_resumed(command, output, monkeypatch):
         command(output)
 
 
+@pytest.mark.slow
 def test_a_run_of_other_files_is_not_resumed(command, files, output, tmp_path):
     """Though they have the same names, and the rows to train on are the same."""
     start = shutil.copytree(files / "start", tmp_path / "start")
@@ -228,6 +229,7 @@ def test_memory_that_was_freed_is_given_back():
     assert last[0][0] == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_ends_a_run_in_one_line(command, output, tmp_path, monkeypatch):
     copy = tmp_path / "output"
     shutil.copytree(output, copy)

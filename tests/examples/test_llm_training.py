@@ -132,7 +132,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_targets(files):
     assert loss == pytest.approx(float(exact) / rows.learned.sum(), rel=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize("method", ["dynamiq:5", "ef+bf16"])
 def test_gradients_travel_between_workers_only_and_in_as_many_bytes_as_reported(

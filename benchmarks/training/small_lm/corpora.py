@@ -81,7 +81,7 @@ def worker_windows(
     return windows.reshape(workers, batch, context + 1)
 
 
-def all_windows(tokens: np.ndarray, *, context: int, multiple_of: int) -> np.ndarray:
+def all_windows(tokens: np.ndarray, *, context: int, multiple_of: int = 1) -> np.ndarray:
     """Cut a corpus into windows, for evaluation.
 
     Args:

@@ -33,6 +33,12 @@ def loss_of(structure: nnx.GraphDef) -> Callable[[Params, jax.Array], jax.Array]
     return lambda params, tokens: cross_entropy(nnx.merge(structure, params), tokens)
 
 
+def evaluator(structure: nnx.GraphDef, tokens: np.ndarray) -> Callable[[Params], float]:
+    """Return a function that evaluates parameters on the first device, in nats a token."""
+    loss = jax.jit(loss_of(structure))
+    return lambda params: float(loss(jax.device_put(params, jax.devices()[0]), jnp.asarray(tokens)))
+
+
 def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Build AdamW with a shorter average than the usual b2 of 0.999, for runs of few steps."""
     return optax.adamw(learning_rate, b2=0.95)

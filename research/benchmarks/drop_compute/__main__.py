@@ -141,7 +141,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     stops = [*range(0, config.steps, config.eval_every), config.steps]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        held_out = all_windows(corpora.held_out, context=config.context, multiple_of=1)
+        held_out = all_windows(corpora.held_out, context=config.context)
         np.savez(folder / "text.npz", corpus=corpora.reference, held_out=held_out)
         structure, params = new_model(model)
         with tables.progress(console, "pre-training", config.pretrain_steps) as advance:
