@@ -15,10 +15,9 @@ from jax import Array
 import dynamiq_jax as dq
 from benchmarks.gpu.bench import GpuBench
 from benchmarks.gpu.device_gradients import device_gradient
-from benchmarks.gpu.jobs import implementations
+from benchmarks.gpu.jobs import implementations, places_of
 from benchmarks.gpu.record import Results
 from dynamiq_jax._measurement.kernel_checks import KernelVerdict, check_kernels
-from dynamiq_jax._measurement.kernel_speed import places_of
 from pallas_kernels import operations
 from pallas_kernels.codec import LocalRows, l2_norm
 from pallas_kernels.registry import BASE

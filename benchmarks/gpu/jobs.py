@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
-from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of, places_of
-from pallas_kernels.codec import Layout
+from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, Places, place_rows
+from pallas_kernels.codec.scales import bfloat16_bits
 from pallas_kernels.registry import BACKENDS, BASE
 
 KERNELS = STEPS
@@ -41,6 +42,11 @@ class Job(NamedTuple):
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]  # names of its arguments, see `cases`
+
+
+def places_of(norms: Array, *, layout: Layout) -> Places:
+    """Return the places of all rows, from their norms."""
+    return place_rows(bfloat16_bits(norms), layout)
 
 
 def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
@@ -76,6 +82,8 @@ def program_key(
 
 def floor_bytes(operation: str, implementation: str, layout: Layout, dtype: str) -> float:
     """Return the bytes that a coordinate has to move at least, see `least_bytes`."""
+    if operation == "places":
+        return 8 / SUPER_GROUP_SIZE
     if implementation not in PLAIN_CODECS:
         return least_bytes(operation, layout, dtype)
     local, wire = jnp.dtype(dtype).itemsize, PLAIN_CODECS[implementation].wire_bytes

@@ -5,7 +5,6 @@ all of them run the same calls in the same order.
 """
 
 import dataclasses
-import math
 import statistics
 import time
 import zlib
@@ -115,7 +114,7 @@ def measure(
                 seconds=statistics.median(times),
                 repeats=tuple(times),
                 bytes_per_worker=report.bytes_per_worker,
-                bits=32.0 if math.isnan(report.bits) else report.bits,
+                bits=report.bits,
                 vnmse=vnmse,
                 replicas_equal=equal,
             )

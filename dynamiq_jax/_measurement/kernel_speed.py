@@ -15,7 +15,7 @@ import numpy as np
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import operations
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, Places, place_rows
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 # Operations of a step of a ring, in the order in which a bucket meets them.
@@ -129,11 +129,6 @@ def operation_of(operation: str, backend: str, layout: Layout) -> Callable[..., 
     return functools.partial(_OPERATIONS[operation], implementation=backend, **chosen)
 
 
-def places_of(norms: jax.Array, *, layout: Layout) -> Places:
-    """Return the places of all rows, from their norms."""
-    return place_rows(bfloat16_bits(norms), layout)
-
-
 def least_bytes(operation: str, layout: Layout, dtype: str) -> float:
     """Return the bytes of a coordinate of every input, read once, and output, written once."""
     local = jnp.dtype(dtype).itemsize
@@ -141,7 +136,6 @@ def least_bytes(operation: str, layout: Layout, dtype: str) -> float:
     order = 4 / SUPER_GROUP_SIZE
     return {
         "statistics": local + 4 / SUPER_GROUP_SIZE,
-        "places": 8 / SUPER_GROUP_SIZE,
         "compress": local + wire + order,
         "hop": local + 2 * wire + order,
         "decompress": wire + 4 + order,
@@ -155,7 +149,7 @@ def _arguments(layout: Layout, dtype: str) -> dict[str, tuple[Any, ...]]:
         for drawn in worker_gradients(2, min(layout.size, _DRAWN), seed=0)
     )
     norms = operation_of("statistics", "xla", layout)(mine)
-    places = jax.jit(functools.partial(places_of, layout=layout))(norms)
+    places = jax.jit(functools.partial(place_rows, layout=layout))(bfloat16_bits(norms))
     local = LocalRows(mine, places, jnp.array([1, 2], jnp.uint32))
     index, second = jnp.int32(0), jnp.int32(1)
     compress = operation_of("compress", "xla", layout)

@@ -31,7 +31,6 @@ Tree = TypeVar("Tree")
 
 PSUM, BF16_RING = "psum", "bf16:ring"  # the settings that every other one is compared with
 DEFAULTS = (PSUM, BF16_RING, "dynamiq:5:ring")
-_DEFAULT_TOPOLOGY = "ring"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +44,19 @@ class Setting:
     method: Method | None = None
     topology: Topology | None = None
 
+    @property
+    def compression(self) -> Compression:
+        """The setting as the functions of `dynamiq_jax` take it: of `psum`, an exact sum."""
+        return Compression(self.method or "exact", self.topology or "ring", exact_below=0)
+
     def all_reduce(self, tree: Tree, axis_name: str, key: Array) -> Tree:
         """Sum float32 arrays over an axis, inside shard_map or vmap.
 
         For a method that carries state, this is its first step.
         """
-        if self.method is None or self.topology is None:
+        if self.method is None:
             return lax.psum(tree, axis_name)
-        compression = Compression(self.method, self.topology, exact_below=0)
-        return run(AllReduce(find_axes(axis_name)), tree, key, Request(compression)).tree
+        return run(AllReduce(find_axes(axis_name)), tree, key, Request(self.compression)).tree
 
     def wire_report(self, tree: Any, num_workers: int) -> dq.reports.WireReport:
         """Report the bytes of one all-reduce: of a float32 vector of some size, or of a tree.
@@ -62,12 +65,8 @@ class Setting:
           CommandError: the setting is not possible for so many workers.
         """
         values = jax.ShapeDtypeStruct((tree,), "float32") if isinstance(tree, int) else tree
-        everything = 1 + max(leaf.size for leaf in jax.tree.leaves(values))
-        compression = Compression(exact_below=everything)
-        if self.method is not None and self.topology is not None:
-            compression = Compression(self.method, self.topology, exact_below=0)
         try:
-            return dq.wire_report(values, num_workers, compression)
+            return dq.wire_report(values, num_workers, self.compression)
         except ValueError as error:
             raise CommandError(
                 f"--settings: {self.name!r} with {num_workers} workers: {error}"
@@ -79,7 +78,7 @@ def grammar() -> str:
     return (
         f"{PSUM}, or [WRAPPER+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... with a wrapper of "
         f"{sorted(WRAPPERS)}, a method of {sorted(METHODS)} or a preset of {sorted(PRESETS)}, and "
-        f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:{_DEFAULT_TOPOLOGY}"
+        f"a topology of {sorted(TOPOLOGIES)}, such as dynamiq:5:ring"
     )
 
 
@@ -133,7 +132,7 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     method, route = text, None
     try:
         method, route = split_route(text)
-        topology = resolve_topology(route or _DEFAULT_TOPOLOGY)
+        topology = resolve_topology(route or "ring")
         return Setting(text, resolve_method(method), topology)
     except ValueError as error:
         # The library names the part that it was given, which the whole setting has in it.

@@ -1,10 +1,7 @@
 """Random rounds: programs of two to four collectives, pauses, and a kill, all made of one seed."""
 
 import dataclasses
-import json
 import random
-from pathlib import Path
-from typing import Any
 
 METHODS = (
     *("dynamiq:5", "dynamiq:4:widths=2,4,8", "dynamiq:6:widths=4,8"),
@@ -86,33 +83,6 @@ class Round:
     @property
     def workers(self) -> int:
         return self.processes * self.devices
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path: Path) -> "Round":
-        """Read a round that `save` wrote, and that somebody may have made smaller."""
-        given = json.loads(path.read_text())
-        kill = None if given["kill"] is None else Kill(**given["kill"])
-        programs = tuple(map(_program, given["programs"]))
-        return cls(**{**given, "kill": kill, "programs": programs})
-
-
-def _program(given: dict[str, Any]) -> Program:
-    collectives = tuple(
-        Collective(
-            **{
-                **each,
-                "axes": tuple(each["axes"]),
-                "leaves": tuple(Leaf(**leaf) for leaf in each["leaves"]),
-            }
-        )
-        for each in given["collectives"]
-    )
-    pauses = tuple((process, step, seconds) for process, step, seconds in given["pauses"])
-    changed = {"collectives": collectives, "pauses": pauses, "mesh": tuple(given["mesh"])}
-    return Program(**{**given, **changed})
 
 
 def random_round(seed: int) -> Round:

@@ -139,9 +139,8 @@ class RunningRound:
     def run(self) -> None:
         """Run it to its end. `problems` says what was wrong."""
         self.folder.mkdir(parents=True)
-        self.round.save(self.folder / "round.json")
         with self._running() as reference:
-            reference.start(REFERENCE, 0, 0, 1, self.folder, 0, 0)
+            reference.start(REFERENCE, self.round.seed, 0, 0, 1, self.folder, 0, 0)
             try:
                 if self._group(self.round.kill, (0, 0)):
                     self.counts.restarts += 1
@@ -166,7 +165,9 @@ class RunningRound:
         with self._running() as running:
             port = free_port()
             for rank, name in enumerate(self.names):
-                running.start(name, port, rank, len(self.names), self.folder, *place)
+                running.start(
+                    name, self.round.seed, port, rank, len(self.names), self.folder, *place
+                )
             return self._watch(running, kill)
 
     def _watch(self, running: Running, kill: Kill | None) -> bool:

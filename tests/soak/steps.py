@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.soak.programs import COMPRESS, Collective, Leaf, Program
+from tests.soak.programs import COMPRESS, HALVES, Collective, Leaf, Program
 
 Tree = Any
 
@@ -182,38 +182,16 @@ class Step:
             factor = factor[..., None] if is_stacked else factor
         return [(leaf.astype(jnp.float32) * factor).astype(leaf.dtype) for leaf in own]
 
-    def _arguments(self, each: Collective) -> dict[str, Any]:
-        return {
-            "method": dq.Compression(
-                each.method,
-                each.topology,
-                bucket_bytes=each.bucket_bytes,
-                bucketing=each.bucketing,
-                unrolled_buckets=each.unrolled_buckets,
-            )
-        }
-
     def _transformation(self, each: Collective) -> Any:
-        arguments = self._arguments(each)
-        return dq.all_reduce_gradients(_names(each), seed=self.program.seed, **arguments)
-
-    def _key(self, number: int, step: Array) -> Array:
-        return jax.random.fold_in(jax.random.key(self.program.seed + number), step)
+        method = _compression(each)
+        return dq.all_reduce_gradients(_names(each), seed=self.program.seed, method=method)
 
     def _call(self, number: int, own: Tree, step: Array) -> Tree:
-        each, key = self.program.collectives[number], self._key(number, step)
-        arguments = {"key": key, **self._arguments(each)}
-        axes = _names(each)
-        match each.kind:
-            case "psum":
-                return dq.psum(own, axes, **arguments)
-            case "pmean":
-                return dq.pmean(own, axes, **arguments)
-            case "psum_scatter":
-                return dq.psum_scatter(own, axes, tiled=True, **arguments)
-            case "all_gather":
-                return dq.all_gather(own, axes, tiled=True, **arguments)
-        raise ValueError(f"kind={each.kind!r} is not known.")
+        each = self.program.collectives[number]
+        key = jax.random.fold_in(jax.random.key(self.program.seed + number), step)
+        tiled = {"tiled": True} if each.kind in HALVES else {}
+        call = getattr(dq, each.kind)
+        return call(own, _names(each), key=key, method=_compression(each), **tiled)
 
     def _compress(self, each: Collective, own: Tree, weights: Tree) -> Tree:
         """Return gradients whose copies are stacked again, that of each worker in its own row."""
@@ -221,7 +199,7 @@ class Step:
             jax.grad(_loss),
             _names(each),
             in_specs=(P(), self.stacked),  # This function is called inside of a `jax.jit`.
-            **self._arguments(each),
+            method=_compression(each),
         )(weights, own)
         return jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf[None], (self.workers, *leaf.shape)), gradients
@@ -253,6 +231,16 @@ def _loss(weights: Tree, values: Tree) -> Array:
         weight, value = weight.astype(jnp.float32), value.astype(jnp.float32)
         total = total + ((weight + np.float32(0.5) * weight * weight) * value).sum()
     return total
+
+
+def _compression(each: Collective) -> dq.Compression:
+    return dq.Compression(
+        each.method,
+        each.topology,
+        bucket_bytes=each.bucket_bytes,
+        bucketing=each.bucketing,
+        unrolled_buckets=each.unrolled_buckets,
+    )
 
 
 def _names(each: Collective) -> Any:

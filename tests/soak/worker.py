@@ -1,9 +1,9 @@
-"""One process of a round: `python -m tests.soak.worker PORT RANK PROCESSES FOLDER PROGRAM STEP`.
+"""One process of a round, by `python -m tests.soak.worker`.
 
-It runs the programs of FOLDER/round.json from PROGRAM on, the first of them from the checkpoint of
-STEP. A single process has the devices of all, and gives the bits to expect. Each line of its
-standard output is a JSON object: an event. SIGUSR1 writes the stacks of all threads to its standard
-error.
+Its arguments are ROUND PORT RANK PROCESSES FOLDER PROGRAM STEP. It runs the programs of a round
+from PROGRAM on, the first of them from the checkpoint of STEP in FOLDER. A single process has the
+devices of all, and gives the bits to expect. Each line of its standard output is a JSON object: an
+event. SIGUSR1 writes the stacks of all threads to its standard error.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.emulation.processes import die_with_parent
-from tests.soak.programs import Program, Round
+from tests.soak.programs import Program, Round, random_round
 from tests.soak.steps import Step, another
 
 Tree = Any
@@ -154,8 +154,10 @@ def _own_rows(leaf: jax.Array) -> list[np.ndarray]:
     return [np.asarray(shard.data)[0] for shard in shards]
 
 
-def main(port: str, rank: int, processes: int, folder: Path, program: int, step: int) -> None:
-    round_ = Round.load(folder / "round.json")
+def main(
+    number: int, port: str, rank: int, processes: int, folder: Path, program: int, step: int
+) -> None:
+    round_ = random_round(number)
     is_reference = processes < round_.processes
     jax.config.update("jax_num_cpu_devices", round_.workers // processes)
     # A process that restarts has the programs of the one that was killed.
@@ -179,5 +181,5 @@ if __name__ == "__main__":
     if sys.platform == "linux":
         die_with_parent(os.getppid())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    numbers = map(int, sys.argv[2:4])
-    main(sys.argv[1], *numbers, Path(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6]))
+    number, port, rank, processes, folder, program, step = sys.argv[1:]
+    main(int(number), port, int(rank), int(processes), Path(folder), int(program), int(step))
