@@ -15,7 +15,7 @@ Run = TypeVar("Run")
 Result = TypeVar("Result")
 
 
-class Batches(Protocol):
+class BatchOptions(Protocol):
     """Options of a benchmark that say what its workers read."""
 
     workers: int
@@ -24,7 +24,7 @@ class Batches(Protocol):
     steps: int
 
 
-def batches_of(corpus: np.ndarray, config: Batches, seed: int) -> Iterator[jax.Array]:
+def batches_of(corpus: np.ndarray, config: BatchOptions, seed: int) -> Iterator[jax.Array]:
     """Yield the batches of all steps, int32 [workers, batch, context + 1]."""
     for step in range(config.steps):
         yield jnp.asarray(
