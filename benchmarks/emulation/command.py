@@ -23,7 +23,7 @@ from dynamiq_jax._console.units import (
     parse_rate,
     parse_size,
 )
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._measurement.settings import BF16_RING, DEFAULTS, PSUM, parse_settings
 
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -49,6 +50,16 @@ def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
     ]
     [joined] = copied(pieces, Table(tuple(segments), sizes, (columns or ends[-1],)))
     return joined
+
+
+def as_vector(rows: Sequence[Array], multiple: int) -> Array:
+    """Join arrays [rows, columns] to one vector of rows, which are padded to a multiple.
+
+    Methods take float32, to which float64 is cast.
+    """
+    columns = sum(each.shape[1] for each in rows)
+    joined = join(rows, columns + -columns % multiple)
+    return joined.astype(jnp.float32 if joined.dtype == jnp.float64 else joined.dtype).reshape(-1)
 
 
 def copied(sources: Sequence[Array], table: Table) -> list[Array]:

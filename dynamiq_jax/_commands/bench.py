@@ -22,7 +22,7 @@ from dynamiq_jax._console.units import (
     parse_rate,
     parse_size,
 )
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._measurement.all_reduce import Measurement, measure
 from dynamiq_jax._measurement.devices import make_mesh, workers_per_machine
 from dynamiq_jax._measurement.settings import (

@@ -12,7 +12,7 @@ from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_seconds
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax.islands import ObjectStore, RoundRecord, SharedFolder, Transport, history
 
 

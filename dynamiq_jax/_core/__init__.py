@@ -2,6 +2,7 @@
 
 from dynamiq_jax._core.axis import Axis
 from dynamiq_jax._core.codec import (
+    MOST_IN_BUCKET,
     ChunkCodec,
     LocalChunks,
     Payload,
@@ -12,8 +13,8 @@ from dynamiq_jax._core.codec import (
     as_chunks,
     take_chunk,
 )
-from dynamiq_jax._core.limits import MOST_IN_BUCKET
 from dynamiq_jax._core.validation import (
+    MistakeError,
     check_choice,
     check_flag,
     check_integer,

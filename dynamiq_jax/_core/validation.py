@@ -8,6 +8,14 @@ import jax
 import optax
 
 
+class MistakeError(ValueError):
+    """Error of a call in which compression would be useless or wrong; `inspect` reports its kind."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ValueError unless a value is one of several: strings or integers.
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._core import MistakeError
 from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels._jax import compat
@@ -34,8 +34,10 @@ def check_axis(name: Any, axis_name: Any) -> int:
     try:
         size = lax.axis_size(name)
     except NameError:
+        here = ", ".join(map(repr, compat.axes_in_scope()))
+        there_are = f"There are {here}." if here else "There is none."
         raise ValueError(
-            f"axis_name={axis_name!r}: {name!r} is not an axis here. {_axes_here()} Call this "
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. {there_are} Call this "
             "inside jax.shard_map over a mesh with that axis, or inside "
             f"jax.vmap(..., axis_name={name!r}), also optimizer.init of a method that carries "
             "state. A step outside of both, with shardings alone, is compressed by dq.compress."
@@ -47,11 +49,6 @@ def check_axis(name: Any, axis_name: Any) -> int:
             "or jnp.mean over the axis of the replicas, and give the step to dq.compress."
         )
     return size
-
-
-def _axes_here() -> str:
-    names = compat.axes_in_scope()
-    return f"There are {', '.join(map(repr, names))}." if names else "There is none."
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
@@ -66,7 +63,14 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
       ValueError: several keys, or different keys on the workers.
     """
     if getattr(key, "dtype", None) == jnp.uint32 and key.ndim == 1:  # of jax.random.PRNGKey
-        key = _typed_key(jnp.asarray(key))
+        default = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        if key.shape != default.shape:
+            raise ValueError(
+                f"key has shape {key.shape}, but raw keys of the default generator have shape "
+                f"{default.shape}. Give a typed key of the other generator, such as "
+                "jax.random.key(step, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')."
+            )
+        key = jax.random.wrap_key_data(jnp.asarray(key))
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             f"key={key!r:.80} is not a PRNG key. Give one, such as jax.random.key(step), the same "
@@ -81,36 +85,14 @@ def check_key(key: Any, axis_names: Sequence[str]) -> Array:
         if axis_name in compat.varying_axes(key):
             raise ValueError(
                 f"key differs between the workers of axis {axis_name!r}. Give all of them the same "
-                "one: do not fold in lax.axis_index, and pass it "
-                "into shard_map with in_specs=P(). Workers share their rounding noise so that "
-                "errors cancel."
+                "one: do not fold in lax.axis_index, and pass it into shard_map with in_specs=P(). "
+                "Workers share their rounding noise so that errors cancel."
             )
     return key
 
 
-def _typed_key(raw: Array) -> Array:
-    """Return a raw key as a typed key of the default generator.
-
-    Raises:
-      ValueError: keys of the default generator have another length.
-    """
-    default = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    if raw.shape != default.shape:
-        raise ValueError(
-            f"key has shape {raw.shape}, but raw keys of the default generator have shape "
-            f"{default.shape}. Give a typed key of the other generator, such as "
-            "jax.random.key(step, impl='rbg') or jax.random.wrap_key_data(key, impl='rbg')."
-        )
-    return jax.random.wrap_key_data(raw)
-
-
 def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None:
-    """Raise an error for a leaf that is reduced already, by its type under `check_vma=True`.
-
-    Raises:
-      MistakeError: the leaf is already the same on all workers.
-      ValueError: the leaf is unreduced in a checked map.
-    """
+    """Raise ValueError for a leaf that is reduced already, by its type under `check_vma=True`."""
     for axis_name in axis_names:
         if axis_name in compat.unreduced_axes(leaf):
             raise ValueError(
@@ -122,35 +104,22 @@ def check_not_reduced(path: str, leaf: Array, axis_names: Sequence[str]) -> None
             raise MistakeError(
                 "double reduction",
                 f"tree{path} does not vary over axis {axis_name!r}: it is already summed. Inside "
-                "shard_map, jax.grad with respect to replicated "
-                "parameters returns gradients that are summed over the axis, exactly and "
-                "uncompressed; summing again would make them n times too "
-                "large. Before jax.grad, mark the parameters: params = jax.lax.pcast(params, "
-                f"{axis_name!r}, to='varying'), of which an nnx module is split first. Or "
-                "leave the step as it is, and give it to dq.compress. If they are marked, the leaf "
-                "may be of a wrapper around the all-reduce: put optax.MultiSteps and "
-                "optax.apply_if_finite behind dq.all_reduce_gradients, in one optax.chain.",
+                "shard_map, jax.grad with respect to replicated parameters returns gradients that "
+                "are summed over the axis, exactly and uncompressed; summing again would make them "
+                "n times too large. Before jax.grad, mark the parameters: params = "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying'), of which an nnx module is "
+                "split first. Or leave the step as it is, and give it to dq.compress. If they are "
+                "marked, the leaf may be of a wrapper around the all-reduce: put optax.MultiSteps "
+                "and optax.apply_if_finite behind dq.all_reduce_gradients, in one optax.chain.",
             )
-
-
-_STATE = "_overwrite_with_gradient"  # collection of flax for such leaves: `flax.linen.fp8_ops`
 
 
 def check_not_state(path: str, axis_names: Sequence[str]) -> None:
     """Raise ValueError for a leaf that is, by its name, the state of a layer and no gradient."""
-    if _STATE in path:
-        raise not_a_gradient(path, axis_names)
-
-
-def not_a_gradient(path: str, axis_names: Sequence[str]) -> ValueError:
-    """Return the error for a leaf for which a backward pass returns the next state.
-
-    Args:
-      path: name of the leaf in its tree.
-      axis_names: axes of the workers.
-    """
+    if "_overwrite_with_gradient" not in path:  # collection of flax: `flax.linen.fp8_ops`
+        return
     axes = axis_names[0] if len(axis_names) == 1 else tuple(axis_names)
-    return ValueError(
+    raise ValueError(
         f"tree{path} is no gradient: the backward pass returns the next state of this leaf, such "
         "as the amax history of an FP8 layer, whatever the loss is scaled by. A sum or mean of it "
         "over workers has no meaning. In a jax.shard_map, take it out of the gradients before "
@@ -167,6 +136,26 @@ def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None
             f"{spec[dimension]!r}. Each device would get rows of another place. Give another "
             f"{argument}, or specs that split another dimension."
         )
+
+
+def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
+    """Return the leaves of a tree as arrays, with the names for errors, and its structure.
+
+    Args:
+      tree: pytree of arrays and numbers.
+
+    Raises:
+      TypeError: a leaf is not an array or number.
+    """
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named = []
+    for path, leaf in paths_and_leaves:
+        if isinstance(leaf, bool | int | float | complex | np.number):
+            leaf = jnp.asarray(leaf)
+        name = jax.tree_util.keystr(path)
+        check_leaf(name, leaf)
+        named.append((name, leaf))
+    return named, structure
 
 
 def check_leaf(path: str, leaf: Any) -> None:

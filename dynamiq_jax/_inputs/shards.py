@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._core import MistakeError
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
@@ -28,7 +28,8 @@ class Shards:
 
     def axes_of(self, index: int) -> tuple[str, ...]:
         """Return the axes over which a leaf is split, in the order of the mesh."""
-        return axes_in(self.specs[index], self.axes)
+        named = {name for dimension in self.specs[index] for name in names_of(dimension)}
+        return tuple(axis for axis in self.axes if axis in named)
 
     def split_of(self, index: int) -> list[list[int]]:
         """Return the split of a leaf over devices, without names of axes.
@@ -85,12 +86,6 @@ class Shards:
         return value
 
 
-def axes_in(spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes that a spec names, among some axes and in their order."""
-    named = {name for dimension in spec for name in names_of(dimension)}
-    return tuple(axis for axis in axes if axis in named)
-
-
 def names_of(dimension: Any) -> tuple[str, ...]:
     """Return the axes that split one dimension of a spec."""
     if dimension is None:
@@ -104,36 +99,9 @@ def managed_axes(mesh: Any) -> dict[str, int]:
     Args:
       mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return {
-        name: size
-        for name, size in mesh.shape.items()
-        if size > 1 and kinds[name] != AxisType.Manual
+        name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
     }
-
-
-def is_explicit() -> bool:
-    """Return whether shardings are part of types here, as under `jax.set_mesh` by default."""
-    return has_explicit_axes(jax.sharding.get_abstract_mesh())
-
-
-def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Return whether shardings over axes of a mesh are part of types."""
-    return AxisType.Explicit in mesh.axis_types
-
-
-def context_or_automatic(mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh for a `shard_map`, or None for the mesh of the context.
-
-    A given mesh gets axes that the compiler manages.
-
-    Args:
-      mesh: mesh of the user, or None.
-    """
-    if mesh is None or is_explicit() or jax.sharding.get_abstract_mesh().manual_axes:
-        return None
-    kinds = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
 
 def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: Any) -> Shards:
@@ -150,20 +118,12 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
     """
     mesh = jax.sharding.get_abstract_mesh()
     managed = managed_axes(mesh)
+    given = None if specs is None else leaf_specs(tree, specs)
     if not managed:
-        if specs is not None:
-            leaf_specs(tree, specs)
         return Shards((), (), (P(),) * len(leaves))
-    automatic = {
-        name: managed[name]
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and name in managed
-    }
-    if specs is not None:
-        given = leaf_specs(tree, specs)
-    elif automatic:
-        raise unknown_specs(automatic)
-    else:
+    if given is None:
+        if automatic := {name: managed[name] for name in mesh.auto_axes if name in managed}:
+            raise unknown_specs(automatic)
         given = [jax.typeof(leaf).sharding.spec for leaf in leaves]
     return split_over(names, [leaf.shape for leaf in leaves], given, mesh, managed)
 
@@ -193,13 +153,16 @@ def split_over(
     managed: dict[str, int],
 ) -> Shards:
     """Reduce specs to some axes of a mesh, and check that they split leaves of some shapes."""
-    reduced = []
-    for name, shape, spec in zip(names, shapes, specs, strict=True):
-        _check_known(name, spec, mesh)
-        kept = over(spec, managed)
+    reduced = tuple(over(spec, managed) for spec in specs)
+    for name, shape, spec, kept in zip(names, shapes, specs, reduced, strict=True):
+        for axis in (axis for dimension in spec for axis in names_of(dimension)):
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its "
+                    f"axes are {mesh.axis_names}."
+                )
         _check_splits(name, shape, kept, managed)
-        reduced.append(kept)
-    return Shards(tuple(managed), tuple(managed.values()), tuple(reduced))
+    return Shards(tuple(managed), tuple(managed.values()), reduced)
 
 
 def spread(specs: Any, tree: Any) -> list[Any]:
@@ -219,11 +182,6 @@ def spread(specs: Any, tree: Any) -> list[Any]:
     return jax.tree.leaves(of_each, is_leaf=is_none)
 
 
-def is_function(specs: Any) -> bool:
-    """Return whether specs are a function of a tree; a module of specs may be callable too."""
-    return callable(specs) and jax.tree_util.all_leaves([specs])
-
-
 def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
@@ -236,7 +194,9 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
       ValueError: specs do not fit the tree.
       TypeError: a spec is something else.
     """
-    specs = specs(tree) if is_function(specs) else specs
+    # A module of specs, which is a tree, may be callable too.
+    if callable(specs) and jax.tree_util.all_leaves([specs]):
+        specs = specs(tree)
     try:
         given = spread(specs, tree)
     except ValueError as error:
@@ -252,23 +212,13 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
                 f"specs holds {spec!r:.80}. Give PartitionSpecs or NamedShardings, such as "
                 "jax.tree.map(lambda leaf: leaf.sharding, params)."
             )
-        of_leaves.append(P() if spec is None else spec)
+        of_leaves.append(spec or P())
     return of_leaves
 
 
 def over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
     """Return a spec with some of its axes alone."""
-    kept = [tuple(name for name in names_of(dimension) if name in axes) for dimension in spec]
-    return P(*(names if len(names) > 1 else (names[0] if names else None) for names in kept))
-
-
-def _check_known(name: str, spec: PartitionSpec, mesh: Any) -> None:
-    for axis in (axis for dimension in spec for axis in names_of(dimension)):
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its axes "
-                f"are {mesh.axis_names}."
-            )
+    return P(*(tuple(name for name in names_of(each) if name in axes) for each in spec))
 
 
 def _check_splits(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._rewriting.report import CompressReport

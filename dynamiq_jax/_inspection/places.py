@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 import pallas_kernels
-from dynamiq_jax._core.source_files import short_name
+from dynamiq_jax._core.text import short_name
 from pallas_kernels._jax.compat import override
 
 # The caller of a collective is of interest, not the lines of this library.

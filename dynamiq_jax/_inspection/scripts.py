@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.backend import get_backend
 
-from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._core import MistakeError
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._plan.recording import Records, recording

@@ -11,8 +11,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 
-from dynamiq_jax._core import check_integer
-from dynamiq_jax._inputs.mistakes import MistakeError
+from dynamiq_jax._core import MistakeError, check_integer
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices

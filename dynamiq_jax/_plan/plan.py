@@ -12,9 +12,9 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.buckets import Bucket, sort_leaves
-from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.measured import measured
+from dynamiq_jax._inputs.checks import named_leaves
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax._plan.state_names import state_name

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dynamiq_jax._inputs.shards import has_explicit_axes
 from pallas_kernels._jax.compat import override
 
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
@@ -179,7 +178,7 @@ def _sharding_of(array: Any) -> NamedSharding | None:
     """Return the sharding of an array over a mesh; None if it is not known."""
     if isinstance(array, jax.core.Tracer):
         sharding = getattr(jax.typeof(array), "sharding", None)  # of explicit axes
-        is_known = isinstance(sharding, NamedSharding) and has_explicit_axes(sharding.mesh)
+        is_known = isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes
         return sharding if is_known else None
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -14,7 +14,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
-from dynamiq_jax._core.source_files import short_name
+from dynamiq_jax._core.text import short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._rewriting.evaluate import Evaluator

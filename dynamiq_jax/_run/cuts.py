@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from dynamiq_jax._buckets import cutting
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._buckets.dealing import Dealing
-from dynamiq_jax._buckets.leaves import split_rows
 from dynamiq_jax._collectives.collective import Collective, Leaves
 from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
@@ -114,7 +114,7 @@ class StripedCut(Cut):
     def put(self, carried: Carried, place: Any, total: Array) -> tuple[Carried, Array]:
         nothing = total[:0]  # its type has the axes over which results vary
         total = compat.match_varying(total.astype(self.buckets[0].dtype), carried[0])
-        (rows,) = split_rows(total, [self._dealing.size], self.collective.result_rows)
+        rows = total.reshape(self.collective.result_rows, -1)[:, : self._dealing.size]
         return self._dealing.put(carried, place, _as_words(rows)), nothing
 
     @override
@@ -161,7 +161,7 @@ def pieces_of(collective: Collective, bucket: Bucket, leaves: Leaves, total: Arr
     if bucket.part is None:
         shapes = [collective.shape(leaves[index]) for index in bucket.leaves]
         sizes = [math.prod(shape) // collective.result_rows for shape in shapes]
-    rows = split_rows(total, sizes, collective.result_rows)
+    rows = cutting.cut(total.reshape(collective.result_rows, -1), sizes)
     return dict(zip(bucket.leaves, rows, strict=True))
 
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.buckets import Bucket
-from dynamiq_jax._buckets.leaves import join
+from dynamiq_jax._buckets.cutting import as_vector
 from dynamiq_jax._buckets.order import after, token_of
 from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._plan.plan import Plan
@@ -136,7 +136,7 @@ def send_group(
 
     def turn(carried: Carried, each: Any) -> tuple[Carried, Reduced]:
         place, number, state = each
-        flat = _refuse_gradient(join(group.take(carried, place), multiple))
+        flat = _refuse_gradient(as_vector(group.take(carried, place), multiple))
         sent = transfer(first, after(token, flat), key_of(key, first, number), state)
         carried, total = group.put(carried, place, sent.total)
         return carried, dataclasses.replace(sent, total=total)

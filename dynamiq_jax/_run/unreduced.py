@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName, axis_names
-from dynamiq_jax._buckets.leaves import named_leaves
+from dynamiq_jax._inputs.checks import named_leaves
 
 P = PartitionSpec
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
-from dynamiq_jax._buckets.leaves import join, named_leaves
+from dynamiq_jax._buckets.cutting import as_vector
 from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
@@ -92,7 +92,7 @@ def encode(
     for each in request.policy.used(tree):
         _format_of(each)  # raises if it is not possible
     names = paths_of(tree)
-    named_leaves(tree)  # raises for what is no array
+    checks.named_leaves(tree)  # raises for what is no array
     leaves = [_as_array(*leaf) for leaf in zip(names, jax.tree.leaves(tree), strict=True)]
     _check_leaves(names, leaves)
     plan = make_plan(
@@ -127,7 +127,7 @@ def _sent(leaves: Sequence[Array], key: Array, buckets: tuple[Bucket, ...]) -> l
     key, found = jax.random.fold_in(key, _COLLECTIVE.salt), []
     for number, bucket in enumerate(buckets):
         rows = [_COLLECTIVE.rows(leaves[index]) for index in bucket.leaves]
-        part = join(rows, _COLLECTIVE.multiple(bucket))
+        part = as_vector(rows, _COLLECTIVE.multiple(bucket))
         assert isinstance(bucket.method, ChunkedMethod)
         found.append(_gathered.sent(bucket.method, part, jax.random.fold_in(key, number)))
     return found

@@ -14,7 +14,6 @@ from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes, fin
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.exact import all_reduce as all_reduce_exact
 from dynamiq_jax._buckets.exact import bytes_sent as exact_bytes_sent
-from dynamiq_jax._buckets.leaves import named_leaves
 from dynamiq_jax._buckets.order import after, last_token, remember, token_of
 from dynamiq_jax._buckets.scopes import EXACT, scope
 from dynamiq_jax._check.agreement import check as check_agreement
@@ -24,10 +23,16 @@ from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
 from dynamiq_jax._core import check_optimizer
 from dynamiq_jax._core.naming import spelled
-from dynamiq_jax._inputs.checks import check_axis, check_chunked, check_floating, check_key
+from dynamiq_jax._inputs.checks import (
+    check_axis,
+    check_chunked,
+    check_floating,
+    check_key,
+    named_leaves,
+)
 from dynamiq_jax._inputs.compression import Choice, split_route
 from dynamiq_jax._inputs.request import Request, resolve
-from dynamiq_jax._inputs.shards import context_or_automatic, managed_axes
+from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._plan.recording import record
 from dynamiq_jax._plan.state_names import check_names
@@ -52,6 +57,6 @@ __all__ += ["cut", "joined", "key_of", "pieces_of", "record", "send_group", "sen
 __all__ += ["transfer_of"]
 __all__ += ["after", "last_token", "never", "remember", "token_of"]
 __all__ += ["check_like", "check_names", "check_shared_params"]
-# Arguments of a function that calls collectives of JAX, or `jax.shard_map`, itself.
+# Arguments of a function that calls collectives of JAX itself.
 __all__ += ["check_axis", "check_floating", "check_key", "check_optimizer"]
-__all__ += ["context_or_automatic", "varying_axes"]
+__all__ += ["varying_axes"]

@@ -25,7 +25,7 @@ from dynamiq_jax._core.validation import (
 )
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import Request, resolve
-from dynamiq_jax._inputs.shards import is_explicit, leaf_specs
+from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._states.states import all_names, first_states
@@ -289,7 +289,7 @@ class LocalSGD:
     def _fragments(self, params: Any) -> Fragments:
         if self._request.specs is not None:
             specs = leaf_specs(params, self._request.specs)
-        elif is_explicit():
+        elif jax.sharding.get_abstract_mesh().explicit_axes:
             specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
         else:
             specs = [P()] * len(jax.tree.leaves(params))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import sort_leaves
-from dynamiq_jax._buckets.leaves import join, split_rows
+from dynamiq_jax._buckets.cutting import as_vector, cut
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._run.loop import after
@@ -127,13 +127,13 @@ def test_leaves_are_joined_into_rows_and_split_again(sizes, rows, multiple):
         np.arange(first + 1, last + 1, dtype=np.float32).reshape(rows, -1)
         for first, last in itertools.pairwise(ends)
     ]
-    flat = np.asarray(join(list(map(jnp.asarray, leaves)), multiple))
+    flat = np.asarray(as_vector(list(map(jnp.asarray, leaves)), multiple))
     width = sum(sizes)
     padded = -(-width // multiple) * multiple
     joined = flat.reshape(rows, padded)
     np.testing.assert_array_equal(joined[:, :width], np.concatenate(leaves, axis=1))
     assert not joined[:, width:].any()
-    for leaf, piece in zip(leaves, split_rows(jnp.asarray(flat), sizes, rows), strict=True):
+    for leaf, piece in zip(leaves, cut(jnp.asarray(joined), sizes), strict=True):
         np.testing.assert_array_equal(piece, leaf)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._commands.advise import Advise
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.inspection import Inspection, rows_of

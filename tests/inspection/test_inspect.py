@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._core.units import format_bytes
+from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.step import inspect_text

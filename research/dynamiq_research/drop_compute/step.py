@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.parts import check_integer, check_number
-from dynamiq_jax.parts.collectives import context_or_automatic
 from dynamiq_research.drop_compute.accumulation import (
     Accumulated,
     Accumulation,
@@ -307,6 +306,10 @@ class DropCompute:
     def _mapped(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any
     ) -> Callable[..., Any]:
-        mesh = context_or_automatic(self.mesh)
+        # The mesh of the context if there is one, and otherwise that of the user, for the compiler.
+        mesh, context = None, jax.sharding.get_abstract_mesh()
+        if not (context.explicit_axes or context.manual_axes):
+            types = (AxisType.Auto,) * len(self.mesh.axis_names)
+            mesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=types)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
         return jax.jit(mapped, **options)
