@@ -108,12 +108,9 @@ def all_reduce_gradients(
         resolve(each, measures=with_metrics, settings=settings) for each in schedule.methods
     ]
 
-    def names_of(tree: Any) -> list[str]:
-        return list(
-            dict.fromkeys(
-                name for request in requests for name in request.metrics(request.policy.used(tree))
-            )
-        )
+    def no_metrics(tree: Any) -> dict[str, Array]:
+        names = [name for each in requests for name in each.metrics(each.policy.used(tree))]
+        return {name: jnp.zeros((), jnp.float32) for name in names}
 
     def init(params: Any) -> AllReduceState:
         states: dict[str, Any] = {}
@@ -122,17 +119,12 @@ def all_reduce_gradients(
                 plan, _ = plan_tree(_mean(axis_name), params, request)
                 check_plan(plan)
                 states |= first_states(plan)
-        return AllReduceState(
-            jnp.asarray(start_step, jnp.int32),
-            states,
-            {name: jnp.zeros((), jnp.float32) for name in names_of(params)},
-        )
+        return AllReduceState(jnp.asarray(start_step, jnp.int32), states, no_metrics(params))
 
     def update(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
-        no_metrics = {name: jnp.zeros((), jnp.float32) for name in names_of(updates)}
         planned = [plan_tree(_mean(axis_name), updates, each) for each in requests]
         own = [all_names(plan) for plan, _ in planned]
         check_state_names(state.method, itertools.chain(*own))
@@ -142,12 +134,10 @@ def all_reduce_gradients(
             own_states = {name: state.method[name] for name in own[number]}
             outcome = run_plan(*planned[number], key, own_states)
             states = {**state.method, **outcome.states}
-            return outcome.tree, states, {**no_metrics, **outcome.metrics}
+            return outcome.tree, states, {**no_metrics(updates), **outcome.metrics}
 
-        if len(requests) == 1:
-            tree, states, metrics = run(0)
-        elif phase is not None:
-            tree, states, metrics = run(phase)
+        if phase is not None or len(requests) == 1:
+            tree, states, metrics = run(phase or 0)
         else:
             branches = [functools.partial(run, number) for number in range(len(requests))]
             tree, states, metrics = lax.switch(schedule.traced_phase(state.step), branches)

@@ -28,17 +28,15 @@ def vnmse(estimate: Any, truth: Any) -> Array:
     >>> float(vnmse({"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 1.0])}))
     0.5
     """
-    structures = [str(jax.tree.structure(tree)) for tree in (estimate, truth)]
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"estimate has structure {structures[0]} and truth has {structures[1]}. Give two like "
-            "trees."
-        )
-    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (estimate, truth)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"estimate has shapes {shapes[0]} and truth has {shapes[1]}. Give like trees."
-        )
+    for what, of in (
+        ("structure", jax.tree.structure),
+        ("shapes", lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]),
+    ):
+        ours, theirs = str(of(estimate)), str(of(truth))
+        if ours != theirs:
+            raise ValueError(
+                f"estimate has {what} {ours} and truth has {theirs}. Give two like trees."
+            )
     return _of_leaves(jax.tree.leaves(estimate), jax.tree.leaves(truth))
 
 

@@ -10,6 +10,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core.naming import spelled
+from dynamiq_jax._core.text import aligned
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax._inputs.request import Request, resolve
@@ -57,13 +58,9 @@ class WireReport:
         for leaf in self.leaves:
             shown = f"exact: {leaf.why_exact}" if leaf.method is None else spelled(leaf.method)
             rows.append((leaf.path, f"{leaf.size:,}", shown, f"{leaf.bytes:,.0f}"))
-        sizes = sum(leaf.size for leaf in self.leaves)
-        rows.append(("all", f"{sizes:,}", "", f"{self.bytes_per_worker:,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{path:<{widths[0]}}  {size:>{widths[1]}}  {shown:<{widths[2]}}  {sent:>{widths[3]}}"
-            for path, size, shown, sent in rows
-        )
+        size = sum(leaf.size for leaf in self.leaves)
+        rows.append(("all", f"{size:,}", "", f"{self.bytes_per_worker:,}"))
+        return "\n".join(aligned(rows, right=(1, 3)))
 
 
 def wire_report(
@@ -101,27 +98,24 @@ def wire_report(
 def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) -> WireReport:
     """Count bytes; see `wire_report`."""
     plan = plan_without_arrays(tree, axis_size, request, mesh=mesh)
-    axes, names, leaves = plan.collective.axes, plan.names, plan.parts
-    compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
+    axes, leaves = plan.collective.axes, plan.parts
     sizes = [math.prod(leaf.shape) for leaf in leaves]
-    in_buckets = {index for bucket in plan.buckets for index in bucket.leaves}
-    compressed_size = sum(sizes[index] for index in in_buckets)
-    exactly = exact.bytes_sent(axes, [leaves[index] for index, _ in plan.exact])
+    whys = dict(plan.exact)
+    numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
+    bytes_of: dict[int, float] = collections.defaultdict(float)
+    bytes_of |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
+    for number, bucket in enumerate(plan.buckets):
+        for index, sent in plan.bytes_by_leaf(bucket, bucket.bytes_sent).items():
+            bytes_of[index] += sent
+            numbers[index] += (number,)
+    compressed = sum(bucket.bytes_sent for bucket in plan.buckets)
+    compressed_size = sum(sizes[index] for index in numbers)
+    exactly = exact.bytes_sent(axes, [leaves[index] for index in whys])
     sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if request.estimates else 0
     is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
     checked = comparison_bytes(axes) if is_stateful else 0
     total = compressed + exactly + sampled + checked
-    shares: dict[int, float] = collections.defaultdict(float)  # of the bytes of buckets
-    by_leaf: dict[int, Method] = {}
-    numbers: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
-    for number, bucket in enumerate(plan.buckets):
-        for index, sent in plan.bytes_by_leaf(bucket, bucket.bytes_sent).items():
-            shares[index] += sent
-            by_leaf[index] = bucket.method
-            numbers[index] += (number,)
-    whys = dict(plan.exact)
-    shares |= {index: exact.bytes_sent(axes, [leaves[index]]) for index in whys}
-    coordinates = sum(sizes) - sum(sizes[index] for index in plan.untouched)
+    coordinates = axes.passes * sum(sizes[index] for index in plan.touched)
     return WireReport(
         bytes_per_worker=total,
         compressed_bytes=compressed,
@@ -130,18 +124,18 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
         check_bytes=checked,
         fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
         compressed_size=compressed_size,
-        bits=8 * compressed / (axes.passes * compressed_size) if compressed_size else float("nan"),
-        ratio_f32=axes.passes * 4 * coordinates / total if total else float("nan"),
-        ratio_bf16=axes.passes * 2 * coordinates / total if total else float("nan"),
-        exact_leaves=tuple((names[index], why) for index, why in plan.exact),
+        bits=8 * compressed / (axes.passes * compressed_size) if compressed_size else math.nan,
+        ratio_f32=4 * coordinates / total if total else math.nan,
+        ratio_bf16=2 * coordinates / total if total else math.nan,
+        exact_leaves=tuple((plan.names[index], why) for index, why in plan.exact),
         leaves=tuple(
             LeafReport(
                 path,
                 sizes[index],
-                by_leaf.get(index),
-                shares[index],
+                plan.methods[index] if index in numbers else None,
+                bytes_of[index],
                 whys.get(index),
-                numbers[index],
+                numbers.get(index, ()),
             )
             for index, path in enumerate(paths_of(tree))
             if index not in plan.untouched
@@ -151,9 +145,6 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
 
 def _fast_bytes(bucket: Bucket, axes: Axes) -> int:
     """Count the bytes of one worker for exact float32 sums of parts and gathers of results."""
-    total, size = 0, bucket.call.size * axes.num_fast
-    item_bytes = 4 + bucket.dtype.itemsize
-    for axis in reversed(axes.fast):
-        size //= axis.size
-        total += (axis.size - 1) * size * item_bytes
-    return total
+    # Each axis divides what the one before left; together they leave one part.
+    coordinates = bucket.call.size * (axes.num_fast - 1)
+    return coordinates * (4 + bucket.dtype.itemsize)

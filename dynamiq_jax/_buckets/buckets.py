@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.dealing import Dealing
-from dynamiq_jax._buckets.stripes import Stripe, number_of_stripes, take_little_time
+from dynamiq_jax._buckets.dealing import Dealing, Stripe, number_of_stripes
 from dynamiq_jax._core import MOST_IN_BUCKET, WireCost
 from dynamiq_jax._inputs.compression import Bucketing
 from dynamiq_jax._inputs.request import Request
@@ -87,8 +86,7 @@ def sort_leaves(
       request: what the call asks for.
       methods: method of each leaf by the policy; None for an uncompressed leaf.
       split_over: further axes along which the values of each leaf differ. Leaves of different axes
-        never share a bucket. So a leaf that is the same along an axis stays the same: its rounding
-        depends on nothing that differs there.
+        never share a bucket, so that one that is the same along an axis stays the same.
       rules: how leaves are cut; None for an all-reduce.
 
     Raises:
@@ -122,11 +120,14 @@ def sort_leaves(
         largest = min(limit, sum(size for _, size in members))
         while not kind.fits(largest, rules.copies):
             limit = largest = largest // 2
-        striped = () if rules.into == "in_order" else kind.striped(members, shapes, limit)[0]
-        free = striped and striped[0].call.topology.is_loop and take_little_time()
-        if striped and (rules.into == "striped" or free):
+        # XLA for TPUs moves the rows of stripes one by one, which takes longer than the kernels of
+        # the codec (benchmarks/aot/tpu.py).
+        free = kind.topology.is_loop and jax.default_backend() != "tpu"
+        if rules.into == "striped" or (rules.into == "auto" and free):
+            striped, _ = kind.striped(members, shapes, limit)
             buckets += striped
-            continue
+            if striped:
+                continue
         for group in _group(members, limit):
             in_order, why_exact = kind.in_order(group, shapes, limit if rules.into_parts else None)
             if any(_is_too_large(b.size, b.call, b.cost, rules.copies) for b in in_order):

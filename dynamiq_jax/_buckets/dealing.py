@@ -2,12 +2,13 @@
 
 Pieces get equal bytes. If they were consecutive parts of the vectors, those with large values would
 have much more error than pieces whose bits go to all large values. A stripe is a piece of many
-leaves.
+leaves: all buckets that share these leaves are alike.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,40 @@ _DISTINCT: Any = {
     "indices_are_sorted": True,
 }
 
+# Numbers of stripes that are tried, for one that does not divide the rows of matrices.
+_TRIED = 32
+
 Dealt = tuple[Array, ...]  # rows of vectors, each [batch, rows, lines, lanes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripe:
+    """Place of a bucket among the buckets that share its leaves."""
+
+    number: int
+    count: int
+
+
+def number_of_stripes(fewest: int, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return how many stripes to cut leaves into, at least `fewest`.
+
+    If the number of stripes divides the number of rows of 256 in a row of a matrix, each stripe has
+    the same columns of all rows, and the columns of a gradient may differ by magnitudes. So this
+    function returns the first number that is coprime to the rows of 256 of all matrices. If it
+    finds none, the matrices that violate this rule have as few coordinates as possible.
+    """
+    if fewest == 1:
+        return 1
+
+    def coordinates_in_step(number: int) -> int:
+        return sum(
+            math.prod(shape)
+            for shape in shapes
+            if len(shape) > 1
+            and math.gcd(number, shape[-1] // math.gcd(shape[-1], SUPER_GROUP_SIZE)) > 1
+        )
+
+    return min(range(fewest, fewest + _TRIED), key=coordinates_in_step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,10 +3,7 @@
 A topology moves opaque payloads. A `ChunkCodec` makes them: the first payload of a chunk, and the
 payload of received partial sums (one in a ring, several in a butterfly or an all-to-all) plus the
 local values. It also decodes the final payloads. Several payloads are one tree, stacked on a
-leading axis.
-
-There are two families of codecs. `RecodedChunks` decodes and encodes at each hop. `SummedChunks`
-adds what is encoded.
+leading axis. `RecodedChunks` decodes and encodes at each hop; `SummedChunks` adds what is encoded.
 """
 
 import abc

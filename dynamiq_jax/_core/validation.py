@@ -9,7 +9,7 @@ import optax
 
 
 class MistakeError(ValueError):
-    """Error of a call in which compression would be useless or wrong; `inspect` reports its kind."""
+    """Error of a call in which compression is useless or wrong, of a kind that `inspect` has."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -78,14 +78,11 @@ def check_number(name: str, value: Any, low: float, high: float, remedy: str = "
       high: largest possible value.
       remedy: value to give instead, for errors.
     """
-    if not (_is_number(value) and low <= value <= high):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and low <= value <= high):
         raise ValueError(
             f"{name}={value!r} is out of range. Give {remedy or f'{low:g} to {high:g}'}."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_optimizer(name: str, value: Any, example: str) -> None:

@@ -49,10 +49,20 @@ class Policy:
         """
         if isinstance(method, Mapping):
             for pattern in method:
-                _check_pattern(pattern, method)
+                try:
+                    re.compile(pattern)
+                except (re.error, TypeError) as error:
+                    raise ValueError(
+                        f"method={dict(method)!r:.200}: {pattern!r} is not a regular expression: "
+                        f"{error}. Give one that is searched for in paths such as "
+                        "'layers/0/attention/kernel'."
+                    ) from None
             pairs = ((pattern, _method_of(each)) for pattern, each in method.items())
             return Policy(patterns=tuple(pairs))
-        _check_instance(method)
+        kind: Any = method
+        if isinstance(kind, type) and issubclass(kind, Method):
+            name = kind.__name__
+            raise ValueError(f"method={name} is a class. Give an instance, such as {name}().")
         if not isinstance(method, Method | str) and callable(method):
             return Policy(function=method)
         if method == UNCOMPRESSED:
@@ -77,10 +87,7 @@ class Policy:
         if self.everywhere is not None:
             return [self.everywhere] * len(paths)
         if self.function is not None:
-            return [
-                _method_of(self.function(path, leaf))
-                for path, leaf in zip(paths, leaves, strict=True)
-            ]
+            return [_method_of(each) for each in map(self.function, paths, leaves)]
         return self._of_patterns(paths, leaves)
 
     def used(self, tree: Any) -> tuple[Method, ...]:
@@ -134,20 +141,3 @@ def paths_of(tree: Any) -> list[str]:
 def _method_of(value: Method | str) -> Method | None:
     """Return the method of a leaf, None if it stays uncompressed."""
     return None if value == UNCOMPRESSED else resolve_method(value)
-
-
-def _check_instance(method: Any) -> None:
-    """Raise ValueError for a class of methods."""
-    if isinstance(method, type) and issubclass(method, Method):
-        name = method.__name__
-        raise ValueError(f"method={name} is a class. Give an instance, such as {name}().")
-
-
-def _check_pattern(pattern: Any, rules: Mapping[str, Any]) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"method={dict(rules)!r:.200}: {pattern!r} is not a regular expression: {error}. Give "
-            "one that is searched for in paths such as 'layers/0/attention/kernel'."
-        ) from None

@@ -20,7 +20,6 @@ from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax._plan.state_names import state_name
 from dynamiq_jax.methods import Method
 from pallas_kernels._jax import compat
-from pallas_kernels._jax.compat import override
 
 P = PartitionSpec
 
@@ -44,25 +43,6 @@ class Plan:
     buckets: tuple[Bucket, ...]
     exact: tuple[tuple[int, str], ...]  # (leaf index, why)
     untouched: tuple[int, ...]  # leaves of dtype float0, which hold nothing
-
-    @override
-    def __str__(self) -> str:
-        """Return a line for each bucket and for each exact leaf."""
-        lines = [f"{self.collective!r} of {len(self.leaves)} leaves"]
-        for number, bucket in enumerate(self.buckets):
-            names = ", ".join(self.names[index] or "tree" for index in bucket.leaves[:3])
-            more = f" and {len(bucket.leaves) - 3} more" if len(bucket.leaves) > 3 else ""
-            cut = "" if bucket.part is None else "[{}:{}]".format(*bucket.part)
-            if bucket.stripe is not None:
-                cut = f", stripe {bucket.stripe.number} of {bucket.stripe.count}"
-            lines.append(
-                f"  bucket {number}: {names}{more}{cut}: {bucket.size:,} coordinates, "
-                f"{bucket.method!r} on {bucket.call.topology!r}, {bucket.bytes_sent:,} bytes"
-            )
-        lines += [
-            f"  {self.names[index] or 'tree'} stays exact: {why}" for index, why in self.exact
-        ]
-        return "\n".join(lines)
 
     @property
     def used(self) -> tuple[Method, ...]:
@@ -132,9 +112,25 @@ class Plan:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the buckets in the order in which they are sent; groups share one codec."""
-        unrolled = self.request.compression.unrolled_buckets
-        return groups_in_order(self.buckets, self.collective.last_first, unrolled)
+        """Numbers of the buckets in the order in which they are sent; groups share one codec.
+
+        Stripes of the same leaves come together, the first one first. Of the others, the first
+        `unrolled_buckets` are alone. Neighbors behind them that are alike come together too.
+        """
+        buckets = self.buckets
+        order = [*range(len(buckets))][:: -1 if self.collective.last_first else 1]
+        in_order = [number for number in order if buckets[number].stripe is None]
+        apart = {*in_order[: self.request.compression.unrolled_buckets]}
+
+        def together(number: int) -> Hashable:
+            bucket = buckets[number]
+            of_leaves = () if bucket.stripe is None else bucket.leaves
+            return number if number in apart else (bucket.program, of_leaves)
+
+        groups = (tuple(group) for _, group in itertools.groupby(order, key=together))
+        return tuple(
+            group if buckets[group[0]].stripe is None else tuple(sorted(group)) for group in groups
+        )
 
 
 def plan_tree(
@@ -177,27 +173,24 @@ def make_plan(
     """
     collective = measured(collective, request)
     own = set(collective.axes.names)
+    names = tuple(name for name, _ in named)
     whole = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named)
     parts = tuple(collective.planned(shards.local(n, leaf)) for n, leaf in enumerate(whole))
     split_over = tuple(
-        (*sorted(_varying_axes(leaf) - own), *shards.axes_of(index))
+        (*sorted(compat.varying_axes(leaf) - own), *shards.axes_of(index))
         for index, (_, leaf) in enumerate(named)
     )
+    rules = dataclasses.replace(
+        collective.rules(request.compression), names=tuple(f"tree{name}" for name in names)
+    )
     found = sort_leaves(
-        parts,
-        collective.axes,
-        request,
-        methods,
-        split_over=split_over,
-        rules=dataclasses.replace(
-            collective.rules(request.compression), names=tuple(f"tree{name}" for name, _ in named)
-        ),
+        parts, collective.axes, request, methods, split_over=split_over, rules=rules
     )
     return Plan(
         collective=collective,
         request=request,
         structure=structure,
-        names=tuple(name for name, _ in named),
+        names=names,
         leaves=whole,
         shards=shards,
         parts=parts,
@@ -207,32 +200,3 @@ def make_plan(
         exact=found.exact,
         untouched=found.untouched,
     )
-
-
-def groups_in_order(
-    buckets: Sequence[Bucket], last_first: bool, unrolled: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of buckets in the order in which they are sent.
-
-    Stripes of the same leaves come together, the first one first: they share one compiled codec. Of
-    the others, the first `unrolled` ones are alone. Neighbors behind them that are alike come
-    together too.
-    """
-    numbers = range(len(buckets))
-    order = list(reversed(numbers) if last_first else numbers)
-    apart = set([n for n in order if buckets[n].stripe is None][:unrolled])
-
-    def together(number: int) -> Hashable:
-        bucket = buckets[number]
-        of_leaves = () if bucket.stripe is None else bucket.leaves
-        return number if number in apart else (bucket.program, of_leaves)
-
-    groups = (tuple(group) for _, group in itertools.groupby(order, key=together))
-    return tuple(
-        group if buckets[group[0]].stripe is None else tuple(sorted(group)) for group in groups
-    )
-
-
-def _varying_axes(leaf: Any) -> frozenset[str]:
-    """Return the axes over which an array varies; a shape alone has none."""
-    return frozenset() if isinstance(leaf, jax.ShapeDtypeStruct) else compat.varying_axes(leaf)

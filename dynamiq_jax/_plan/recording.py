@@ -82,7 +82,7 @@ def record(plan: Plan) -> int | None:
       plan: the plan.
 
     Returns:
-      The number of the record, or None if nobody collects records.
+      The number of the record; None if nobody collects records.
     """
     records = _records.get()
     if records is None:
@@ -97,12 +97,9 @@ Part = Literal["terms", "sum"]
 
 
 def mark(number: int | None, part: Part, leaves: Sequence[Any]) -> list[Any]:
-    """Name the leaves of a recorded collective in the traced program, or their sums.
+    """Name the leaves of a recorded collective, or their sums, in the traced program.
 
-    Args:
-      number: of the record; None for one that nobody collects.
-      part: what they are.
-      leaves: leaves of the tree.
+    The number is that of the record; None for one that nobody collects.
     """
     if number is None:
         return list(leaves)

@@ -69,18 +69,13 @@ def _difference(extra: Sequence[str], missing: Sequence[str]) -> str:
     """Return the kind of the difference between two sets of names, or nothing for an empty set."""
     if not extra or not missing:
         return ""
-    both = extra, missing
-    kinds, leaves = (
-        [{"".join(name.split("-")[place : place + 1]) for name in names} for names in both]
-        for place in (0, 1)
-    )
-    if kinds[0] != kinds[1]:
-        return ": the kinds differ"
-    return (
-        ": the leaves differ"
-        if leaves[0] != leaves[1]
-        else ": further leaves, shapes or shards differ"
-    )
+    for place, parts in enumerate(("kinds", "leaves")):
+        ours, theirs = (
+            {"".join(name.split("-")[place:][:1]) for name in names} for names in (extra, missing)
+        )
+        if ours != theirs:
+            return f": the {parts} differ"
+    return ": further leaves, shapes or shards differ"
 
 
 def _listed(names: Sequence[str]) -> str:

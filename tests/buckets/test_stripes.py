@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import sort_leaves
-from dynamiq_jax._buckets.stripes import number_of_stripes
+from dynamiq_jax._buckets.dealing import number_of_stripes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
