@@ -75,8 +75,8 @@ def sort_leaves(
     request: Request,
     methods: Sequence[Method | None],
     *,
-    split_over: Sequence[tuple[str, ...]] | None = None,
-    rules: CutRules | None = None,
+    split_over: Sequence[tuple[str, ...]],
+    rules: CutRules,
 ) -> Sorted:
     """Sort leaves into buckets.
 
@@ -87,12 +87,11 @@ def sort_leaves(
       methods: method of each leaf by the policy; None for an uncompressed leaf.
       split_over: further axes along which the values of each leaf differ. Leaves of different axes
         never share a bucket, so that one that is the same along an axis stays the same.
-      rules: how leaves are cut; None for an all-reduce.
+      rules: how leaves are cut.
 
     Raises:
       ValueError: a leaf that is too large for one bucket, and cannot be cut.
     """
-    rules = rules or CutRules(request.compression.bucketing)
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
     by_kind: dict[_Kind, list[tuple[int, int]]] = {}
@@ -110,8 +109,8 @@ def sort_leaves(
             limit = request.compression.exact_below
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
-            axes_of_shards = split_over[index] if split_over is not None else ()
-            kind = _Kind(axes, request.topology, method, jnp.dtype(leaf.dtype), axes_of_shards)
+            dtype = jnp.dtype(leaf.dtype)
+            kind = _Kind(axes, request.topology, method, dtype, split_over[index])
             by_kind.setdefault(kind, []).append((index, size))
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():

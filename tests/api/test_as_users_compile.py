@@ -195,7 +195,7 @@ def truth_of(case: Case, name: str) -> np.ndarray:
     return rows.sum(axis=0) if is_sum else rows.mean(axis=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replicas_error_and_bytes(data_mesh, case):
     """One compiled program: the same bits on all workers, as far from the exact result as the

@@ -20,10 +20,6 @@ KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
 manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 
 
-def local_psum(key, tree):
-    return dq.psum(tree, "data", key=key, method=TWO_WIDTHS)
-
-
 def local_stochastic(key, tree):
     return dq.psum(tree, "data", key=key, method=STOCHASTIC)
 
@@ -32,7 +28,7 @@ def local_bf16(key, tree):
     return dq.psum(tree, "data", key=key, method="bf16")
 
 
-psum, stochastic, bf16 = simulated(local_psum), simulated(local_stochastic), simulated(local_bf16)
+stochastic, bf16 = simulated(local_stochastic), simulated(local_bf16)
 
 
 @functools.cache
@@ -93,42 +89,24 @@ def test_the_mean_is_the_sum_divided_by_the_workers(num_workers):
 # ----------------------------------------------------------------------------------------- bias
 
 
-@functools.cache
-def errors_over_keys(rounding: str) -> tuple[float, float, float]:
-    """vNMSE of one result, of the mean result over 128 keys, and the gain of that mean."""
-    method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
-    gradient = tree_of(3)["kernel"]
-    run = simulated(lambda key, local: dq.psum(local, "data", key=key, method=method))
-    truth = gradient.sum(axis=0, dtype=np.float64)
-    results = [np.asarray(run(jax.random.key(k), gradient)[0], float) for k in range(128)]
-    single, mean = np.mean([vnmse(r, truth) for r in results]), np.mean(results, axis=0)
-    return single, vnmse(mean, truth), float(np.vdot(mean, truth) / np.vdot(truth, truth))
-
-
-def test_independent_rounding_is_unbiased():
-    """The error of the mean over k keys falls as 1 / k, and is not zero to begin with."""
-    single, mean, gain = errors_over_keys("independent")
-    assert single > 1e-6
-    assert single / mean == pytest.approx(128, rel=0.2)
-    assert gain == pytest.approx(1, abs=5e-4)
-
-
 @pytest.mark.slow
 def test_correlated_hops_trade_a_small_bias_for_a_smaller_error():
     """Each rounding is unbiased, their chain is not quite: the input of a hop depends on the noise
     that it shares with the hop before. The mean over keys keeps a few percent of the squared error,
-    with a gain of one. The error itself is a quarter below that of independent hops.
+    with a gain of one. The error itself is a quarter below that of independent hops, whose mean
+    over k keys has an error of 1 / k.
     """
-    single, mean, gain = errors_over_keys("correlated")
-    independent, _, _ = errors_over_keys("independent")
-    assert 0.5 < single / independent < 0.85
-    assert 1 / 128 < mean / single < 0.08
-    assert gain == pytest.approx(1, abs=5e-4)
-
-
-def test_nearest_rounding_is_deterministic_and_biased():
-    single, mean, _ = errors_over_keys("nearest")
-    assert 1e-6 < single == pytest.approx(mean, rel=1e-9)
+    gradient, keys = tree_of(3)["kernel"], 128
+    truth, singles = gradient.sum(axis=0, dtype=np.float64), []
+    for rounding, least, most in (("independent", 0.8, 1.2), ("correlated", 1, 0.08 * keys)):
+        method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
+        run = simulated(lambda key, local, method=method: dq.psum(local, "data", method, key=key))
+        results = [np.asarray(run(jax.random.key(k), gradient)[0], float) for k in range(keys)]
+        singles.append(np.mean([vnmse(result, truth) for result in results]))
+        mean = np.mean(results, axis=0)
+        assert least / keys < vnmse(mean, truth) / singles[-1] < most / keys
+        assert np.vdot(mean, truth) / np.vdot(truth, truth) == pytest.approx(1, abs=5e-4)
+    assert 1e-6 < 0.5 * singles[0] < singles[1] < 0.85 * singles[0]
 
 
 def test_steps_of_a_scan_have_keys_of_their_own():
@@ -228,8 +206,7 @@ def test_a_mean_that_fits_comes_from_a_sum_that_does_not(exact_below):
     half = np.full((4, 2048), 3e4, np.float16)  # up to 6.5e4
 
     def local(key, tree):
-        options = dq.Compression(exact_below=exact_below)
-        return dq.pmean(tree, "data", key=key, method=dataclasses.replace(options, method="bf16"))
+        return dq.pmean(tree, "data", dq.Compression("bf16", exact_below=exact_below), key=key)
 
     result = simulated(local)(KEY, half)
     assert result.dtype == np.float16
@@ -256,9 +233,12 @@ def test_a_mesh_takes_the_same_trees(data_mesh, mixed, check_vma):
 
 @pytest.mark.parametrize("where", ("simulated", "vma", "no_vma"))
 def test_python_numbers_and_constants_count_once_per_worker(data_mesh, where):
+    """Floats are summed too, where types do not say that they are equal."""
+
     def local(key, gradient):
         constants = {"int": 3, "bool": True, "numpy": np.int32(5), "array": jnp.arange(3)}
-        return local_psum(key, {"g": gradient, **constants})
+        constants |= {"float": 0.5, "complex": 2j} if where == "simulated" else {}
+        return local_stochastic(key, {"g": gradient, **constants})
 
     run = (
         simulated(local)
@@ -266,18 +246,10 @@ def test_python_numbers_and_constants_count_once_per_worker(data_mesh, where):
         else on_mesh(local, data_mesh(4), check_vma=where == "vma")
     )
     result = run(KEY, np.ones((4, 8), np.float32))
-    assert result["int"].tolist() == [12] * 4
-    assert result["numpy"].tolist() == [20] * 4
-    assert result["bool"].tolist() == [True] * 4
-    assert result["array"].tolist() == [[0, 4, 8]] * 4
-
-
-def test_python_floats_are_summed_where_types_do_not_say_that_they_are_equal():
-    result = simulated(lambda key, x: local_psum(key, {"lr": 0.5, "z": 2j, "x": x}))(
-        KEY, np.ones((4, 2), np.float32)
-    )
-    assert result["lr"].tolist() == [2.0] * 4
-    assert result["z"].tolist() == [8j] * 4
+    wanted = {"int": 12, "numpy": 20, "bool": True, "array": [0, 4, 8], "float": 2, "complex": 8j}
+    assert {name: leaf.tolist() for name, leaf in result.items() if name != "g"} == {
+        name: [value] * 4 for name, value in wanted.items() if name in result
+    }
 
 
 def test_numpy_arrays_that_a_jit_closes_over_are_reduced():
@@ -295,7 +267,7 @@ def test_float0_leaves_pass_untouched():
     def local(key, x):
         tokens = {"w": x, "ids": jnp.arange(3)}
         grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2), allow_int=True)(tokens)
-        result = local_psum(key, grads)
+        result = local_stochastic(key, grads)
         assert result["ids"].dtype == jax.dtypes.float0
         assert result["ids"].shape == (3,)
         return result["w"]
@@ -321,10 +293,7 @@ def test_exact_below_moves_the_line(exact_below):
     """Also past the smallest leaves that there are: a scalar, and one without elements."""
 
     def local(key, tree):
-        options = dq.Compression(exact_below=exact_below)
-        return dq.psum(
-            tree, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
-        )
+        return dq.psum(tree, "data", dq.Compression(STOCHASTIC, exact_below=exact_below), key=key)
 
     tree = tree_of(3) | {"scalar": np.ones(3, np.float32), "none": np.ones((3, 0), np.float32)}
     tree["empty_f16"] = np.ones((3, 0), np.float16)
@@ -438,23 +407,11 @@ def test_a_gradient_through_a_sum_is_refused(name):
 # ------------------------------------------------------------------- non-finite values, odd meshes
 
 
-@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
-@pytest.mark.parametrize("worker", (0, 2))
-def test_what_is_not_finite_on_one_worker_surfaces_on_every_replica(bad, worker):
-    gradients = of_workers(0, 3, 3 * 256 * 64)
-    gradients[worker, 10_000] = bad
-    result = np.asarray(psum(KEY, gradients))
-    assert_replicated(result)
-    assert not np.isfinite(result[:, 10_000]).any()
-    # In its own row of 256, and only there.
-    rows = ~np.isfinite(result[0].reshape(-1, 256))
-    assert set(np.flatnonzero(rows.any(axis=1))) == {10_000 // 256}
-
-
 def test_a_row_that_overflows_on_its_way_is_not_finite_in_the_end():
     gradients = of_workers(0, 3, 3 * 256 * 64)
     gradients[:, 10_000] = 2e38
-    result = np.asarray(psum(KEY, gradients))
+    run = simulated(lambda key, tree: dq.psum(tree, "data", TWO_WIDTHS, key=key))
+    result = np.asarray(run(KEY, gradients))
     assert not np.isfinite(result[:, 10_000]).any()
     assert np.isfinite(result[:, :9_984]).all()
 

@@ -28,8 +28,9 @@ needs_small_pages = pytest.mark.skipif(
 )
 
 
-def new_pages_of_calls(kept: bool, devices: int) -> int:
-    """Return the fewest new pages of one call of a program with one result on each device.
+def new_pages_of_calls(kept: bool, devices: int) -> list[int | bool]:
+    """Return the fewest new pages of one call of a program with one result on each device, and
+    whether memory is kept then, when threads have heaps.
 
     The library is imported in either case. Where memory is kept, the first calls still take new
     pages; on a busy machine there are more of them.
@@ -55,38 +56,21 @@ def new_pages_of_calls(kept: bool, devices: int) -> int:
         if fewest < FEW * devices * BYTES / PAGE:
             break
         fewest = min(fewest, new_pages())
-    return fewest
+    return [fewest, dq.keep_memory()]
 
 
-def memory_kept_after_a_thread(kept_before: bool) -> list[bool]:
-    """Return what `keep_memory` returns before and after a thread that allocates memory."""
-    import threading
-
-    before = dq.keep_memory() if kept_before else False
-    thread = threading.Thread(target=bytearray, args=(1000,))
-    thread.start()
-    thread.join()
-    return [before, dq.keep_memory()]
-
-
-@pytest.mark.sampled(2)
 @needs_glibc
 @needs_small_pages
-@pytest.mark.parametrize("devices", [1, 2])
-def test_results_take_new_pages_unless_memory_is_kept(devices):
-    environment = {"GLIBC_TUNABLES": ""}
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_results_take_new_pages_unless_memory_is_kept_from_the_start(devices):
+    """Threads that have heaps already keep them: then nothing is changed."""
     pages = devices * BYTES // PAGE
-    without = in_process(new_pages_of_calls, False, devices, environment=environment)
-    assert pages <= without < 1.2 * pages
-    assert in_process(new_pages_of_calls, True, devices, environment=environment) < FEW * pages
-
-
-@needs_glibc
-@pytest.mark.parametrize("first", [True, False])
-def test_memory_is_kept_only_before_threads_have_heaps(first):
-    environment = {"GLIBC_TUNABLES": ""}
-    kept = in_process(memory_kept_after_a_thread, first, environment=environment)
-    assert kept == [first, first]
+    (without, late), (within, early) = (
+        in_process(new_pages_of_calls, kept, devices, environment={"GLIBC_TUNABLES": ""})
+        for kept in (False, True)
+    )
+    assert pages <= without < 1.2 * pages and not late
+    assert within < FEW * pages and early
 
 
 def library_with(monkeypatch, **functions):

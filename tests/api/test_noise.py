@@ -1,6 +1,5 @@
 """Rounding noise of repeated reductions of the same values, for every way to get a key."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -146,10 +145,11 @@ def test_without_a_key_buckets_in_order_wait_for_no_gradient_of_another_one(
     changed = rows | {"b": rows["b"] + 1}
 
     def means(bucketing: str, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        options = dq.Compression(bucket_bytes=4 * SHAPE[0] * SHAPE[1], bucketing=bucketing)
+        bucket_bytes = 4 * SHAPE[0] * SHAPE[1]
+        choice = dq.Compression(METHOD, bucket_bytes=bucket_bytes, bucketing=bucketing)
 
         def mean(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return dq.pmean(rows, "data", method=dataclasses.replace(options, method=METHOD))
+            return dq.pmean(rows, "data", choice)
 
         specs = {"mesh": data_mesh(WORKERS), "in_specs": P("data"), "out_specs": P("data")}
         return jax.jit(jax.shard_map(mean, **specs, check_vma=False))(rows)

@@ -54,7 +54,7 @@ IN_MAPS = {
 }
 
 
-@pytest.mark.parametrize("state", ((1024,), (1024, 64), (4,)), ids=str)
+@pytest.mark.parametrize("state", ((1024,), (4,)), ids=str)
 @pytest.mark.parametrize("name", IN_MAPS)
 def test_no_function_averages_a_leaf_of_that_name(name, state, data_mesh):
     """Of any size: a mean of the exact ones would have no meaning either."""

@@ -89,7 +89,7 @@ def test_a_run_resumes_bit_identically_before_and_after_the_switch(
 
 
 def test_one_program_for_each_phase_gives_the_same_bits(data_mesh):
-    schedule = dq.Schedule({0: "ef+bf16", 2: "ef+topk_chunked:4", 4: {"": "dynamiq:6"}})
+    schedule = dq.Schedule({0: "ef+bf16", 2: "ef+topk_chunked:4", 4: {"": "blockint:6"}})
     (one, of_one), (several, of_several) = (
         run.steps(run.start, 0, STEPS)
         for run in (Run(data_mesh(WORKERS), schedule, static=s) for s in (False, True))

@@ -6,7 +6,6 @@ All other tests run without implicit promotion of ranks: see `plugin.py`. `make 
 conformance tests with `jax_enable_x64`.
 """
 
-import dataclasses
 import re
 
 import jax
@@ -25,7 +24,6 @@ from tests.support.gradients import of_workers
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
 
 NUM_WORKERS, SHAPE = 4, (24, 256)
-EVERY_LEAF = dq.Compression(exact_below=0)
 NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
 TOPOLOGIES = {
     "ring": Ring(),
@@ -90,7 +88,7 @@ def steps(method, topology="ring", **options):
 # ---------------------------------------------------------------------------------------- 64 bits
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method(name, data_mesh):
     def make():
@@ -103,18 +101,18 @@ def test_every_method(name, data_mesh):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", (*CHUNKED, "two widths"))
 def test_every_half(name, data_mesh):
-    arguments = {"method": dataclasses.replace(EVERY_LEAF, method=NAMES.get(name, TWO_WIDTHS))}
+    method = dq.Compression(NAMES.get(name, TWO_WIDTHS), exact_below=0)
 
     def fn(gradient):
-        part = dq.psum_scatter(gradient, "data", key=key(), tiled=True, **arguments)
-        return part, dq.all_gather(part, "data", key=key(), tiled=True, **arguments)
+        part = dq.psum_scatter(gradient, "data", method, key=key(), tiled=True)
+        return part, dq.all_gather(part, "data", method, key=key(), tiled=True)
 
     check_same(
         lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=name == "two widths"
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("method", ("dynamiq", "mxfp4"))
@@ -130,10 +128,10 @@ def test_every_topology(method, topology, check_vma, data_mesh):
     ids=("dynamiq", "mxfp8"),
 )
 def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
-    options = dq.Compression(max_error=1e-3, exact_below=0)
+    choice = dq.Compression(method, max_error=1e-3, exact_below=0)
 
     def fn(gradient):
-        arguments = {"method": dataclasses.replace(options, method=method), "with_metrics": True}
+        arguments = {"method": choice, "with_metrics": True}
         return dq.psum(gradient, "data", key=key(), **arguments), dq.pmean(
             {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **arguments
         )
@@ -141,14 +139,14 @@ def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=run)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", (jnp.bfloat16, "f4", "f2"))
 def test_dtypes(dtype, data_mesh):
     fn = steps(STOCHASTIC)
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(dtype))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_double_precision_is_that_of_single(name, data_mesh):
     """It goes through float32, and comes back in its own dtype."""
@@ -212,6 +210,7 @@ def test_checks_of_nan_find_none(name, data_mesh):
         jax.block_until_ready(compiled(values))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ("dynamiq", "mxfp4", "powersgd"))
 def test_internal_checks_of_jax_pass(method, data_mesh):
     with jax.enable_checks(True):

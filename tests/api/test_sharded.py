@@ -1,6 +1,5 @@
 """The two halves of the all-reduce."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call, ErrorFeedback
+from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
@@ -39,52 +38,30 @@ def gradient(shape=(96, 200)) -> np.ndarray:
 
 @functools.cache
 def scattered(method: str, topology: str):
-    def local(key, g):
-        return dq.psum_scatter(
-            g,
-            "data",
-            key=key,
-            tiled=True,
-            method=dq.Compression(METHODS[method], TOPOLOGIES[topology]),
-        )
-
-    return simulated(local)
+    choice = dq.Compression(METHODS[method], TOPOLOGIES[topology])
+    return simulated(lambda key, g: dq.psum_scatter(g, "data", choice, key=key, tiled=True))
 
 
 # ---------------------------------------------------------------------------------- psum_scatter
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "topology"),
-    [
-        *(("stochastic", name) for name in TOPOLOGIES),
-        ("dynamiq", "ring"),
-        ("dynamiq", "bidirectional"),
-        ("exact", "ring"),
-        ("exact", "butterfly"),
-    ],
+    [*(("stochastic", name) for name in TOPOLOGIES), ("dynamiq", "ring"), ("exact", "butterfly")],
 )
-def test_parts_of_the_sum_are_close_and_not_exact(method, topology):
-    g = gradient()
-    result = np.asarray(scattered(method, topology)(KEY, g))
-    assert (result.shape, result.dtype) == ((N, 24, 200), np.float32)
-    least, most = ERRORS[method]
-    assert least < vnmse(result.reshape(96, 200), g.sum(axis=0, dtype=np.float64)) < most
-
-
-@pytest.mark.parametrize(
-    ("method", "topology"), [*(("stochastic", name) for name in TOPOLOGIES), ("dynamiq", "ring")]
-)
-def test_parts_are_unbiased(method, topology):
+def test_parts_of_the_sum_are_close_and_unbiased(method, topology):
     """The error of the mean over k keys falls as 1 / k; correlated rounding keeps a few percent."""
-    g, keys = gradient(), 24
-    truth = g.sum(axis=0, dtype=np.float64)
+    g, keys = gradient(), 1 if method == "exact" else 24
+    truth = g.sum(axis=0, dtype=np.float64).reshape(N, 24, 200)
     run = scattered(method, topology)
-    results = [np.asarray(run(jax.random.key(k), g), float).reshape(96, 200) for k in range(keys)]
-    single = np.mean([vnmse(r, truth) for r in results])
-    gain = single / vnmse(np.mean(results, axis=0), truth)
-    assert (0.8 if method == "stochastic" else 0.4) * keys < gain < 1.25 * keys
+    results = [np.asarray(run(jax.random.key(k), g)) for k in range(keys)]
+    assert (results[0].shape, results[0].dtype) == (truth.shape, np.float32)
+    single = np.mean([vnmse(result, truth) for result in results])
+    least, most = ERRORS[method]
+    assert least < single < most
+    if keys > 1:
+        gain = single / vnmse(np.mean(results, axis=0, dtype=np.float64), truth)
+        assert (0.8 if method == "stochastic" else 0.4) * keys < gain < 1.25 * keys
 
 
 @pytest.mark.sampled(2)
@@ -98,10 +75,8 @@ def test_shapes_and_dtypes_are_those_of_lax(dimension, tiled):
     arguments = {"scatter_dimension": dimension, "tiled": tiled}
 
     def local(key, g):
-        options = dq.Compression(exact_below=0)
-        return dq.psum_scatter(
-            g, "data", key=key, method=dataclasses.replace(options, method="bf16"), **arguments
-        )
+        method = dq.Compression("bf16", exact_below=0)
+        return dq.psum_scatter(g, "data", method, key=key, **arguments)
 
     ours = simulated(local)(KEY, tree)
     theirs = simulated(lambda key, g: jax.lax.psum_scatter(g, "data", **arguments))(KEY, tree)
@@ -171,19 +146,17 @@ def test_a_gather_has_the_shapes_of_lax_and_the_same_bits_everywhere(axis, tiled
 
 
 def test_a_gather_by_the_default_method_is_close_and_the_same_everywhere():
+    """Nothing averages errors out: the nearest level is the best."""
     parts = gradient((60, 100))
 
-    def gathered(**options):
-        method = dq.DynamiQ(**options)
-        found = simulated(lambda key, p: dq.all_gather(p, "data", key=key, method=method))
-        found = np.asarray(found(KEY, parts))
-        assert (found == found[0]).all()
-        return found[0]
+    def local(key, part):
+        roundings = ({}, {"rounding": "nearest"}, {"rounding": "correlated"})
+        return [dq.all_gather(part, "data", dq.DynamiQ(**each), key=key) for each in roundings]
 
-    # Nothing averages errors out: the nearest level is the best.
-    found = gathered()
-    np.testing.assert_array_equal(found, gathered(rounding="nearest"))
-    assert 1e-4 < vnmse(found, parts) < 0.6 * vnmse(gathered(rounding="correlated"), parts)
+    found, nearest, correlated = map(np.asarray, simulated(local)(KEY, parts))
+    assert (found == found[0]).all()
+    np.testing.assert_array_equal(found, nearest)
+    assert 1e-4 < vnmse(found[0], parts) < 0.6 * vnmse(correlated[0], parts)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +169,10 @@ def test_a_gather_by_the_default_method_is_close_and_the_same_everywhere():
     ),
 )
 def test_a_gather_along_a_dimension_that_does_not_exist(axis, tiled, remedy):
+    gather = functools.partial(dq.all_gather, axis_name="data", axis=axis, tiled=tiled)
     words = rf"axis={axis} is not a dimension.*tree\['w'\].*Give one {remedy}"
     with pytest.raises(ValueError, match=words):
-        simulated(lambda key, g: dq.all_gather({"w": g}, "data", key=key, axis=axis, tiled=tiled))(
-            KEY, gradient((8, 8))
-        )
+        simulated(lambda key, g: gather({"w": g}, key=key))(KEY, gradient((8, 8)))
 
 
 def test_a_gather_puts_every_leaf_where_it_was():
@@ -235,9 +207,8 @@ def test_a_gather_puts_every_leaf_where_it_was():
 
 
 def test_numbers_are_gathered_like_arrays():
-    found = simulated(lambda key, g: dq.all_gather({"a": 2.5, "b": 3}, "data", key=key))(
-        KEY, gradient()
-    )
+    local = lambda key, g: dq.all_gather({"a": 2.5, "b": 3}, "data", key=key)  # noqa: E731
+    found = simulated(local)(KEY, gradient())
     np.testing.assert_array_equal(found["a"][0], [2.5] * N)
     np.testing.assert_array_equal(found["b"][0], [3] * N)
 
@@ -313,19 +284,9 @@ def test_several_axes_are_refused_and_one_in_a_tuple_is_one(half, rows):
     for axes in (("data",), "data"):
         found = jax.eval_shape(jax.vmap(functools.partial(on, axes), axis_name="data"), g[0])
         assert found.shape == (2, rows, 200)
-    both = jax.vmap(
-        jax.vmap(functools.partial(on, ("hosts", "data")), axis_name="data"), axis_name="hosts"
-    )
+    one = jax.vmap(functools.partial(on, ("hosts", "data")), axis_name="data")
     with pytest.raises(ValueError, match=r"\('hosts', 'data'\) names 2 axes"):
-        both(g)
-
-
-@pytest.mark.parametrize("half", (dq.psum_scatter, dq.all_gather))
-def test_methods_without_halves_say_so(half):
-    method = ErrorFeedback(inner=dq.methods.Exact())
-    g = gradient((N, 1000))
-    with pytest.raises(ValueError, match=rf"ErrorFeedback.*dq\.{half.__name__}"):
-        simulated(lambda key, g: half(g, "data", key=key, method=method))(KEY, g)
+        jax.vmap(one, axis_name="hosts")(g)
 
 
 def test_a_training_step_of_zero_on_sharded_parameters(data_mesh):

@@ -17,13 +17,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.cutting import as_vector, cut
-from dynamiq_jax._core import Axis
-from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._run.loop import after
 from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
+from tests.support.buckets import plan_of
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC, on_mesh, simulated
@@ -65,8 +62,7 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
         jax.ShapeDtypeStruct((slices, -(-size // slices)), dtype)
         for size, dtype in zip(sizes, kinds, strict=False)
     ]
-    arguments = resolve(in_order(bucket_bytes=bucket_bytes))
-    plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
+    plan = plan_of(leaves, bucket_bytes=bucket_bytes, bucketing="in_order")
     assert plan.exact == ()
     covered = {index: [] for index in range(len(leaves))}
     for bucket in plan.buckets:
@@ -99,13 +95,10 @@ def test_every_coordinate_is_in_one_bucket_of_its_dtype(sizes, slices, dtypes, b
 
 def test_parts_of_a_large_leaf_are_alike():
     width = 2**14
-    arguments = resolve(in_order(bucket_bytes=4 * 5 * width))
 
     def sizes(slices: int) -> list[int]:
         leaf = jax.ShapeDtypeStruct((slices, width), jnp.float32)
-        plan = sort_leaves(
-            [leaf], Axes(Axis("data", 4)), arguments, arguments.policy.methods([leaf])
-        )
+        plan = plan_of([leaf], bucket_bytes=4 * 5 * width, bucketing="in_order")
         return [bucket.size // width for bucket in plan.buckets]
 
     assert sizes(32) == [4] * 8
@@ -163,10 +156,8 @@ def test_leaves_of_several_sizes_come_back_in_their_places(name, bucket_bytes):
     scale = 4 if name == "all_gather" else 1  # buckets of a gather count once gathered
 
     def local(key, tree):
-        options = in_order(bucket_bytes=scale * bucket_bytes, exact_below=0)
-        return COLLECTIVES[name](
-            tree, "data", key=key, method=dataclasses.replace(options, method="bf16")
-        )
+        method = in_order("bf16", bucket_bytes=scale * bucket_bytes, exact_below=0)
+        return COLLECTIVES[name](tree, "data", method, key=key)
 
     found = simulated(local)(KEY, tree)
     expected = simulated(lambda key, tree: exact[name](tree, "data"))(KEY, tree)
@@ -181,10 +172,7 @@ def test_buckets_have_rounding_noise_of_their_own(name):
     leaf = of_workers(0, 2, 4096)
 
     def local(key, tree):
-        options = in_order(bucket_bytes=1)
-        return COLLECTIVES[name](
-            tree, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
-        )
+        return COLLECTIVES[name](tree, "data", in_order(STOCHASTIC, bucket_bytes=1), key=key)
 
     run = simulated(local)
     result, again = (run(KEY, {"a": leaf, "b": leaf}) for _ in range(2))
@@ -203,13 +191,8 @@ def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unr
     tree = {"w": values} if stacked else {str(n): values[:, n] for n in range(count)}
     results, codecs = [], []
     for alone in (count, unrolled):
-        options = in_order(bucket_bytes=4 * size, unrolled_buckets=alone)
-        reduce = functools.partial(
-            dq.pmean,
-            axis_name="data",
-            key=KEY,
-            method=dataclasses.replace(options, method=STOCHASTIC),
-        )
+        method = in_order(STOCHASTIC, bucket_bytes=4 * size, unrolled_buckets=alone)
+        reduce = functools.partial(dq.pmean, axis_name="data", key=KEY, method=method)
         run = on_mesh(lambda key, tree, reduce=reduce: reduce(tree), data_mesh(2))
         results.append(jax.tree.leaves(run(KEY, tree)))
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
@@ -233,12 +216,7 @@ def test_buckets_that_are_alike_are_traced_once():
             return super().bind(values, call, key)
 
     def mean(tree):
-        return dq.pmean(
-            tree,
-            "data",
-            key=KEY,
-            method=dataclasses.replace(in_order(bucket_bytes=1), method=Counted()),
-        )
+        return dq.pmean(tree, "data", in_order(Counted(), bucket_bytes=1), key=KEY)
 
     tree = {
         str(n): jax.ShapeDtypeStruct((2, 8192 if n < 8 else 9216), jnp.float32) for n in range(9)
@@ -255,7 +233,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY)
     whole = 8192 * (16 if name == "all_gather" else 4)  # bytes of a leaf in a bucket
     for bucket_bytes, count in ((1, 4), (2 * whole, 2), (1 << 30, 1)):
-        options = dataclasses.replace(in_order(bucket_bytes=bucket_bytes), method="bf16")
+        options = in_order("bf16", bucket_bytes=bucket_bytes)
         text = compiled(data_mesh(4), tree, functools.partial(collective, method=options))
         found = collectives(text)
         of_loops = [c for c in found if c.kind == "collective-permute" and c.looped]
@@ -274,12 +252,9 @@ def test_memory_beside_the_result_is_that_of_two_buckets(data_mesh):
     """Of sixteen buckets, the first eight of which have codecs of their own."""
     count, size = 16, 1 << 18
     tree = {str(number): jax.ShapeDtypeStruct((size,), jnp.float32) for number in range(count)}
-    options = in_order(bucket_bytes=4 * size)
 
     def mean(tree):
-        return dq.pmean(
-            tree, "data", key=KEY, method=dataclasses.replace(options, method=STOCHASTIC)
-        )
+        return dq.pmean(tree, "data", in_order(STOCHASTIC, bucket_bytes=4 * size), key=KEY)
 
     mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
     memory = jax.jit(mapped).lower(tree).compile().memory_analysis()
@@ -296,10 +271,11 @@ def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     tree = {name: jax.ShapeDtypeStruct((2, 8192), jnp.float32) for name in "abc"}
 
     def transfers_for(leaf):
-        arguments = {"method": dataclasses.replace(in_order(bucket_bytes=1), method="bf16")}
-        collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY, **arguments)
-        text = compiled(data_mesh(2), tree, lambda tree: collective(tree)[leaf])
-        return len(collectives(text))
+        def of_leaf(tree):
+            method = in_order("bf16", bucket_bytes=1)
+            return COLLECTIVES[name](tree, "data", method, key=KEY)[leaf]
+
+        return len(collectives(compiled(data_mesh(2), tree, of_leaf)))
 
     counts = [transfers_for(leaf) for leaf in "abc"]
     first = min(counts)
@@ -331,9 +307,7 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
 
     def counts(names):
         def fn(tree):
-            method = dataclasses.replace(
-                in_order(bucket_bytes=1), method=Sorting(), topology="all_to_all"
-            )
+            method = in_order(Sorting(), "all_to_all", bucket_bytes=1)
             result = COLLECTIVES[name](tree, "data", method, key=KEY)
             return [result[leaf] for leaf in names]
 
@@ -375,25 +349,18 @@ def test_options_that_are_not_numbers_of_that_kind(name, value):
         dq.Compression(**{name: value})
 
 
-def test_no_bytes_are_no_bucket():
+def test_options_are_a_frozen_value_of_keywords():
     with pytest.raises(ValueError, match=r"bucket_bytes=0 .* from 1 "):
         dq.Compression(bucket_bytes=0)
-    assert dq.Compression(exact_below=0).exact_below == 0
-
-
-def test_options_are_a_frozen_value_of_keywords():
-    options = dq.Compression(exact_below=5)
-    assert options == dq.Compression(exact_below=5) != dq.Compression()
+    options = dq.Compression(exact_below=0)
+    assert options == dq.Compression(exact_below=0) != dq.Compression()
     assert dq.Compression().exact_below == 1024
     assert dq.Compression().bucket_bytes == 128 << 20
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.exact_below = 6
     with pytest.raises(TypeError, match="positional"):
         dq.Compression("exact", "ring", 5)
-
-
-def test_sizes_may_be_numpy_integers():
     few = jax.ShapeDtypeStruct((4096,), jnp.float32)
-    options = dq.Compression(exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
-    report = dq.wire_report(few, 2, method=options)
+    of_numpy = dq.Compression(exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
+    report = dq.wire_report(few, 2, method=of_numpy)
     assert report.exact_leaves[0][1] == "4096 elements are fewer than exact_below=5000"

@@ -1,7 +1,5 @@
 """Workers whose keys differ: replicas never differ, whatever the method."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -20,17 +18,13 @@ def own_key():
 
 def means(method: str) -> np.ndarray:
     """Means of workers whose keys differ: [workers, size]."""
-    options = dq.Compression(exact_below=0)
+    choice = dq.Compression(method, exact_below=0)
 
     def stateless(values):
-        return dq.pmean(
-            values, "data", key=own_key(), method=dataclasses.replace(options, method=method)
-        )
+        return dq.pmean(values, "data", choice, key=own_key())
 
     def stateful(values):  # the seed would be the same otherwise
-        reduction = dq.all_reduce_gradients(
-            "data", method=dataclasses.replace(options, method=method), seed=lax.axis_index("data")
-        )
+        reduction = dq.all_reduce_gradients("data", choice, seed=lax.axis_index("data"))
         return reduction.update(values, reduction.init(values))[0]
 
     local = stateful if resolve_method(method).is_stateful else stateless

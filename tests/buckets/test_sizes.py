@@ -1,6 +1,5 @@
 """Sizes beyond 32 bits: each index fits, or the plan is cut, or it is refused with the limit."""
 
-import dataclasses
 import functools
 
 import jax
@@ -16,10 +15,10 @@ import dynamiq_jax as dq
 from dynamiq_jax import islands
 from dynamiq_jax._buckets import buckets as sorting
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.buckets import CutRules, sort_leaves
+from dynamiq_jax._buckets.buckets import CutRules
 from dynamiq_jax._core import MOST_IN_BUCKET, Axis
-from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax.topologies import _all_to_all
+from tests.support.buckets import plan_of
 from tests.support.gradients import of_workers
 from tests.support.indices import too_large
 from tests.support.workers import STOCHASTIC, simulated
@@ -41,12 +40,6 @@ def leaf(*shape, dtype=jnp.bfloat16):
 # ------------------------------------------------------------------------------------------ plans
 
 
-def plan_of(leaves, axes, method="dynamiq", topology="ring", rules=None, **options):
-    arguments = resolve(dq.Compression(method, topology, **options))
-    methods = arguments.policy.methods(leaves)
-    return sort_leaves(leaves, axes, arguments, methods, rules=rules)
-
-
 @given(
     shape=st.sampled_from(SIZES).map(lambda size: (size,))
     | st.tuples(st.sampled_from((1, 2, 3, 5000)), st.integers(1, 2**34))
@@ -65,7 +58,8 @@ def test_a_bucket_of_any_plan_can_be_indexed(
 ):
     leaves = [leaf(*shape, dtype=dtype), *(leaf(size, dtype=dtype) for size in others)]
     axes = Axes(Axis("data", workers), (Axis("local", fast),) if fast > 1 else ())
-    planned = plan_of(leaves, axes, method, topology, rules, bucket_bytes=bucket_bytes)
+    choices = {"method": method, "topology": topology, "bucket_bytes": bucket_bytes}
+    planned = plan_of(leaves, axes, rules=rules, **choices)
     buckets = planned.buckets
     for bucket in buckets:
         call = bucket.call
@@ -93,18 +87,11 @@ def test_a_leaf_of_parts_that_are_too_large_is_cut_into_stripes(size):
 
 @pytest.mark.parametrize("size", BORDERS)
 def test_a_leaf_that_cannot_be_cut_is_refused(size):
-    def refused(call, *parts):
-        with pytest.raises(ValueError) as error:
-            call()
-        for part in (*parts, "1,879,048,192", "int32", "Cut the leaf"):
-            assert part in str(error.value)
-
-    tree = {"w": leaf(2, size), "b": leaf(4096)}
-    refused(
-        lambda: dq.wire_report(tree, WORKERS, method="powersgd"),
-        f"tree['w'] has {2 * size:,} coordinates",
-        "method=PowerSGD(",
-    )
+    parts = (f"tree['w'] has {2 * size:,} coordinates", "method=PowerSGD(", "1,879,048,192")
+    with pytest.raises(ValueError) as error:
+        dq.wire_report({"w": leaf(2, size), "b": leaf(4096)}, WORKERS, method="powersgd")
+    for part in (*parts, "int32", "Cut the leaf"):
+        assert part in str(error.value)
 
 
 def test_a_message_refuses_a_leaf_that_is_larger_than_a_bucket(monkeypatch):
@@ -128,14 +115,9 @@ def test_buckets_beyond_the_limit_are_no_option(size):
 @pytest.mark.parametrize("workers", (2, (2, 4)))
 def test_the_report_counts_beyond_32_bits(method, workers):
     """Bytes of a hundred leaves are a hundred times those of one."""
-    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET)
+    choice = dq.Compression(method, bucket_bytes=MOST_IN_BUCKET)
     one, many = (
-        dq.wire_report(
-            [leaf(2**14, 2**15)] * number,
-            workers,
-            method=dataclasses.replace(options, method=method),
-        )
-        for number in (1, 100)
+        dq.wire_report([leaf(2**14, 2**15)] * number, workers, choice) for number in (1, 100)
     )
     assert many.bytes_per_worker > 2**32
     assert many.bytes_per_worker == pytest.approx(100 * one.bytes_per_worker, rel=1e-3)
@@ -171,9 +153,8 @@ def indexed_too_far(collective, large, mesh, **choices):
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("bucket_bytes", (2**27, MOST_IN_BUCKET))
 def test_no_program_has_an_index_beyond_32_bits(data_mesh, name, topology, bucket_bytes):
-    options = dq.Compression(bucket_bytes=bucket_bytes, unrolled_buckets=1)
-    choices = {"method": dataclasses.replace(options, topology=topology)}
-    assert indexed_too_far(*COLLECTIVES[name], data_mesh(WORKERS), **choices) == []
+    method = dq.Compression(topology=topology, bucket_bytes=bucket_bytes, unrolled_buckets=1)
+    assert indexed_too_far(*COLLECTIVES[name], data_mesh(WORKERS), method=method) == []
 
 
 @pytest.mark.parametrize(
@@ -182,8 +163,8 @@ def test_no_program_has_an_index_beyond_32_bits(data_mesh, name, topology, bucke
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))
 def test_the_largest_bucket_has_no_index_beyond_32_bits(data_mesh, method, topology):
     axes, dtype = Axes(Axis("data", WORKERS)), jnp.float8_e5m2  # a byte each: the most coordinates
-    leaves, options = [leaf(MOST_IN_BUCKET, dtype=dtype)], {"bucket_bytes": MOST_IN_BUCKET}
-    bucket = plan_of(leaves, axes, method, topology, **options).buckets[0]
+    choices = {"method": method, "topology": topology, "bucket_bytes": MOST_IN_BUCKET}
+    bucket = plan_of([leaf(MOST_IN_BUCKET, dtype=dtype)], axes, **choices).buckets[0]
     call, chosen = bucket.call, bucket.method
     sent = call.num_chunks * bucket.cost.payload_bytes
     assert max(bucket.size, sent) > 0.49 * MOST_IN_BUCKET
@@ -239,14 +220,10 @@ def test_results_of_stripes_in_place_of_a_large_leaf_are_those_of_the_leaf(monke
     monkeypatch.setattr(sorting, "MOST_IN_BUCKET", 2**17)
     collective, _ = COLLECTIVES[name]
     tree = {"w": of_workers(0, 2, 3 * 2**17).reshape(2, 2, -1), "b": of_workers(1, 2, 2048)}
-    options = dq.Compression(bucketing="in_order")
 
     def results(method):
-        run = simulated(
-            lambda key, tree: collective(
-                tree, "data", key=key, method=dataclasses.replace(options, method=method)
-            )
-        )
+        choice = dq.Compression(method, bucketing="in_order")
+        run = simulated(lambda key, tree: collective(tree, "data", choice, key=key))
         return jax.tree.map(np.asarray, run(KEY, tree))
 
     for found, wanted in zip(

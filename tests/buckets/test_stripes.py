@@ -1,6 +1,5 @@
 """Striped buckets: each has a like share of every leaf, so that several are as good as one."""
 
-import dataclasses
 import functools
 import re
 
@@ -15,12 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.buckets import sort_leaves
 from dynamiq_jax._buckets.dealing import number_of_stripes
-from dynamiq_jax._core import Axis
-from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from tests.support.buckets import plan_of
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
@@ -40,13 +36,9 @@ def regions(num_workers, size=LEAF):
     }
 
 
-def error_of(tree, method=dq.DynamiQ(), options=dq.Compression()):
+def error_of(tree, method="dynamiq"):
     """vNMSE of the mean of a stacked tree, over all of its leaves."""
-    run = simulated(
-        lambda key, tree: dq.pmean(
-            tree, "data", dataclasses.replace(options, method=method), key=key
-        )
-    )
+    run = simulated(lambda key, tree: dq.pmean(tree, "data", method, key=key))
     found = jax.tree.map(lambda leaf: leaf[0], run(KEY, tree))
     flat = [
         np.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(t)])
@@ -75,12 +67,8 @@ def test_no_stripe_has_the_same_columns_of_all_rows(fewest, shapes):
 # ------------------------------------------------------------------------------------------ plans
 
 
-def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
-    leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
-    arguments = resolve(dq.Compression(method, topology, **options))
-    return sort_leaves(
-        leaves, Axes(Axis("data", num_workers)), arguments, arguments.policy.methods(leaves)
-    )
+def plan_of_sizes(sizes, **choices):
+    return plan_of([jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes], **choices)
 
 
 @given(
@@ -88,7 +76,7 @@ def plan_of(sizes, num_workers=4, method="dynamiq", topology="ring", **options):
     bucket_bytes=st.integers(4 * LEAF, 2**21),
 )
 def test_buckets_are_alike_and_hardly_larger_than_asked_for(sizes, bucket_bytes):
-    plan = plan_of(sizes, bucket_bytes=bucket_bytes)
+    plan = plan_of_sizes(sizes, bucket_bytes=bucket_bytes)
     assert not plan.exact
     assert {bucket.leaves for bucket in plan.buckets} == {tuple(range(len(sizes)))}
     (size,) = {bucket.size for bucket in plan.buckets}
@@ -118,7 +106,7 @@ def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_stripe
 
     def stripes(bucketing):
         options = {"bucket_bytes": 4 * LEAF, "bucketing": bucketing}
-        plan = plan_of((2 * LEAF, 2 * LEAF), topology=topology, **options)
+        plan = plan_of_sizes((2 * LEAF, 2 * LEAF), topology=topology, **options)
         assert len(plan.buckets) == 4
         return {bucket.stripe is not None for bucket in plan.buckets}
 
@@ -132,7 +120,7 @@ def test_buckets_are_in_order_on_tpus(monkeypatch):
 
     def plan(bucketing, size=2 * LEAF):
         options = {"bucket_bytes": 4 * LEAF, "bucketing": bucketing}
-        return plan_of((size, size), topology=Ring(), **options)
+        return plan_of_sizes((size, size), topology=Ring(), **options)
 
     elsewhere = plan("in_order"), plan("striped"), plan("auto", LEAF // 2)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -153,15 +141,15 @@ def test_changes_of_local_sgd_are_striped_on_every_topology():
 
 
 def test_methods_that_use_shapes_take_leaves_as_they_are():
-    plan = plan_of((4 * LEAF, 4 * LEAF), method="powersgd", bucket_bytes=1, bucketing="striped")
+    choices = {"method": "powersgd", "bucket_bytes": 1, "bucketing": "striped"}
+    plan = plan_of_sizes((4 * LEAF, 4 * LEAF), **choices)
     assert all(bucket.stripe is None for bucket in plan.buckets)
 
 
 def test_leaves_of_other_methods_or_dtypes_are_stripes_of_their_own():
     leaves = [jax.ShapeDtypeStruct((2 * LEAF,), dtype) for dtype in (jnp.float32, jnp.bfloat16) * 2]
     policy = {"3": "dynamiq:4", ".*": "dynamiq"}
-    arguments = resolve(dq.Compression(policy, bucket_bytes=4 * LEAF))
-    plan = sort_leaves(leaves, Axes(Axis("data", 4)), arguments, arguments.policy.methods(leaves))
+    plan = plan_of(leaves, method=policy, bucket_bytes=4 * LEAF)
     # One bucket holds all of a leaf of 2-byte numbers.
     assert [bucket.leaves for bucket in plan.buckets] == [(0, 2)] * 4 + [(1,), (3,)]
 
@@ -181,12 +169,12 @@ def test_what_is_no_choice_is_an_error():
 def test_several_stripes_are_as_good_as_one_bucket(num_workers, bits):
     """And better by far than buckets of one leaf each, which have the same bytes."""
     tree, method = regions(num_workers), dq.DynamiQ(bits=bits)
-    one = error_of(tree, method=method)
-    several = error_of(tree, method=method, options=striped(bucket_bytes=4 * LEAF))
-    in_order = dq.Compression(bucket_bytes=4 * LEAF, bucketing="in_order")
+    one = error_of(tree, method)
+    several = error_of(tree, striped(method, bucket_bytes=4 * LEAF))
+    in_order = dq.Compression(method, bucket_bytes=4 * LEAF, bucketing="in_order")
     # At most 1.01 with 16 times as many coordinates: a chunk has 32 rows here.
     assert 0.95 * one < several < 1.1 * one
-    assert error_of(tree, method=method, options=in_order) > 5 * one
+    assert error_of(tree, in_order) > 5 * one
 
 
 def test_columns_of_other_magnitudes_are_shared_out_as_well():
@@ -195,17 +183,14 @@ def test_columns_of_other_magnitudes_are_shared_out_as_well():
     leaf = rows * np.array([1, 0.1, 0.03, 0.01], np.float32)[:, None]
     tree = leaf.reshape(4, 256, 1024)
     one = error_of(tree)
-    assert 0.8 * one < error_of(tree, options=striped(bucket_bytes=4 * LEAF)) < 1.05 * one
+    assert 0.8 * one < error_of(tree, striped(bucket_bytes=4 * LEAF)) < 1.05 * one
 
 
 def test_stripes_have_rounding_noise_of_their_own():
     leaf = np.tile(of_workers(0, 2, 256), (1, 2 * LEAF // 256))
 
     def local(key, leaf):
-        options = striped(bucket_bytes=4 * LEAF)
-        return dq.pmean(
-            leaf, "data", key=key, method=dataclasses.replace(options, method=STOCHASTIC)
-        )
+        return dq.pmean(leaf, "data", striped(STOCHASTIC, bucket_bytes=4 * LEAF), key=key)
 
     rows = np.asarray(simulated(local)(KEY, leaf))[0].reshape(-1, 2, LEAF // 2**8 // 2, 256)
     first, second = rows.reshape(-1, 2, 256)[:, 0], rows.reshape(-1, 2, 256)[:, 1]
@@ -223,8 +208,7 @@ def test_replicas_are_identical_and_in_place(data_mesh, dtype, check_vma):
     tree["small"] = jnp.ones((4, 7, 11), dtype)
 
     def local(key, tree):
-        options = striped(bucket_bytes=4 * LEAF)
-        return dq.pmean(tree, "data", key=key, method=dataclasses.replace(options, method="bf16"))
+        return dq.pmean(tree, "data", striped("bf16", bucket_bytes=4 * LEAF), key=key)
 
     found = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, tree)
     for name, leaf in found.items():
@@ -267,12 +251,10 @@ def test_halves_keep_their_contract(name, tiled):
         "a": of_workers(0, 4, 8 * LEAF).reshape(4, *shape),
         "b": of_workers(1, 4, 8 * 300).reshape(4, *(min(s, 600) for s in shape)),
     }
-    options = striped(bucket_bytes=4 * LEAF)
+    method = striped("bf16", bucket_bytes=4 * LEAF)
 
     def local(key, tree):
-        return compressed(
-            tree, "data", key=key, tiled=tiled, method=dataclasses.replace(options, method="bf16")
-        )
+        return compressed(tree, "data", method, key=key, tiled=tiled)
 
     found = simulated(local)(KEY, tree)
     expected = simulated(lambda key, tree: exact(tree, "data", tiled=tiled))(KEY, tree)
@@ -306,17 +288,16 @@ def test_leaves_of_a_half_share_one_budget():
 def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_metrics):
     tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
     shapes = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in tree.items()}
-    options = dq.Compression(bucket_bytes=4 * LEAF, bucketing="striped")
-    choices = {"method": dataclasses.replace(options, method=method, topology=Ring(unroll=True))}
+    choice = dq.Compression(method, Ring(unroll=True), bucket_bytes=4 * LEAF, bucketing="striped")
 
     def local(key, stacked):
         own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(own, "data", key=key, with_metrics=with_metrics, **choices)
+        return dq.pmean(own, "data", choice, key=key, with_metrics=with_metrics)
 
     mapped = jax.shard_map(local, mesh=data_mesh(4), in_specs=(P(), P("data")), out_specs=P())
     found = collectives(jax.jit(mapped).lower(KEY, shapes).compile().as_text())
     own = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
-    report = dq.wire_report(own, 4, with_metrics=with_metrics, **choices)
+    report = dq.wire_report(own, 4, choice, with_metrics=with_metrics)
     count = len(report.leaves[0].buckets)
     assert count == 6  # five have a divisor in common with 70 columns
     assert report.leaves[0].buckets == report.leaves[1].buckets == tuple(range(count))
@@ -334,10 +315,7 @@ def test_stripes_share_one_codec_and_no_memory_is_needed_for_values_and_results(
 
     def mean(tree, start):
         tree = jax.tree.map(lambda leaf: leaf * start, tree)  # gradients, made here
-        options = striped(bucket_bytes=4 * size)
-        means = dq.pmean(
-            tree, "data", key=KEY, method=dataclasses.replace(options, method=STOCHASTIC)
-        )
+        means = dq.pmean(tree, "data", striped(STOCHASTIC, bucket_bytes=4 * size), key=KEY)
         return sum(map(jnp.sum, means.values()))
 
     mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
@@ -350,12 +328,10 @@ def test_shards_are_striped_on_every_device():
     """Over data and fsdp: as the mean of whole leaves, with the types of the shards."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     tree = {"a": of_workers(0, 2, 16 * LEAF).reshape(2, 16, LEAF)}
-    options = striped(bucket_bytes=4 * LEAF)
+    method = striped(STOCHASTIC, bucket_bytes=4 * LEAF, specs=P("fsdp"))
 
     def local(stacked):
-        own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        arguments = {"method": dataclasses.replace(options, method=STOCHASTIC, specs=P("fsdp"))}
-        return dq.pmean(own, "data", key=KEY, **arguments)
+        return dq.pmean(jax.tree.map(lambda leaf: leaf[0], stacked), "data", method, key=KEY)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
     found = jax.jit(mapped)(tree)["a"]
@@ -366,11 +342,8 @@ def test_shards_are_striped_on_every_device():
 def test_states_and_limits_follow_the_stripes():
     """Error feedback: over several steps no more is lost than one residual."""
     tree = regions(2)
-    reduce = dq.all_reduce_gradients(
-        "data",
-        method=dataclasses.replace(striped(bucket_bytes=4 * LEAF), method="ef+mxfp4"),
-        with_metrics=True,
-    )
+    method = striped("ef+mxfp4", bucket_bytes=4 * LEAF)
+    reduce = dq.all_reduce_gradients("data", method, with_metrics=True)
 
     def local(key, tree):
         state, total = reduce.init(tree), jax.tree.map(jnp.zeros_like, tree)
@@ -382,8 +355,8 @@ def test_states_and_limits_follow_the_stripes():
     found, state = simulated(local)(KEY, tree)
     assert len(of_buckets(state)) == 4
     errors = [vnmse(found[name][0], tree[name].mean(0)) for name in tree]
-    single = error_of(tree, method="mxfp4")
+    single = error_of(tree, "mxfp4")
     assert 1e-4 * single < errors[0] < single / 2
 
-    limited = error_of(tree, method="mxfp4", options=striped(bucket_bytes=4 * LEAF, max_error=1e-6))
+    limited = error_of(tree, striped("mxfp4", bucket_bytes=4 * LEAF, max_error=1e-6))
     assert limited < 1e-9 < single
