@@ -1,5 +1,7 @@
 """Processes that do not run the same collective all get one error; those that do pay nothing."""
 
+import contextlib
+import functools
 import re
 import threading
 import time
@@ -61,10 +63,8 @@ def test_a_call_after_a_difference_is_compared_anew(found):
 def test_an_inspection_waits_for_nobody_and_hides_nothing(found):
     assert found[0]["inspection"]["error"] is None and not found[0]["inspection"]["warnings"]
     for of_process in found:
-        assert (
-            "method: MXFP4 in process 0; DynamiQ in process"
-            in (of_process["after inspection"]["error"])
-        )
+        error = of_process["after inspection"]["error"]
+        assert "method: MXFP4 in process 0; DynamiQ in process" in error
 
 
 def test_only_the_processes_of_a_mesh_are_compared(found):
@@ -99,50 +99,57 @@ def test_threads_of_processes_may_trace_in_any_order(found):
 
 
 class Store:
-    """The coordination service, for threads: a key is written once, unless it says otherwise."""
+    """The values of a coordination service, for threads."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.changed = threading.Condition()
         self.calls = 0
 
-    def client(self) -> "Client":
-        return Client(self)
-
 
 class Client:
+    """The coordination service: a key is written once, unless it says otherwise."""
+
     def __init__(self, store: Store):
         self.store = store
 
-    def key_value_set(self, key, value, allow_overwrite=False):
+    @contextlib.contextmanager
+    def _values(self):
         with self.store.changed:
             self.store.calls += 1
-            if not allow_overwrite and key in self.store.values:
+            yield self.store.values
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._values() as values:
+            if not allow_overwrite and key in values:
                 raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
-            self.store.values[key] = value
+            values[key] = value
             self.store.changed.notify_all()
 
     def key_value_dir_get(self, prefix):
         assert prefix.endswith("/")
-        with self.store.changed:
-            self.store.calls += 1
-            return [pair for pair in self.store.values.items() if pair[0].startswith(prefix)]
+        with self._values() as values:
+            return [pair for pair in values.items() if pair[0].startswith(prefix)]
 
     def key_value_delete(self, key):
-        with self.store.changed:
-            self.store.calls += 1
-            for found in [*self.store.values]:
+        with self._values() as values:
+            for found in [*values]:
                 if found == key or (key.endswith("/") and found.startswith(key)):
-                    del self.store.values[found]
+                    del values[found]
 
     def blocking_key_value_get(self, key, milliseconds):
-        with self.store.changed:
-            self.store.calls += 1
-            if not self.store.changed.wait_for(
-                lambda: key in self.store.values, milliseconds / 1e3
-            ):
+        with self._values() as values:
+            if not self.store.changed.wait_for(lambda: key in values, milliseconds / 1e3):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-            return self.store.values[key]
+            return values[key]
+
+
+@contextlib.contextmanager
+def silent():
+    """Make an error of any warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def agree(exchanges, descriptions, group=None, **how):
@@ -167,7 +174,7 @@ def agree(exchanges, descriptions, group=None, **how):
 
 def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
     store = Store()
-    return store, [exchange.Exchange(store.client(), rank) for rank in range(number)]
+    return store, [exchange.Exchange(Client(store), rank) for rank in range(number)]
 
 
 @pytest.fixture
@@ -216,25 +223,22 @@ def test_groups_of_processes_count_on_their_own(short):
 
 
 def test_an_error_names_every_field_once():
-    def described(method, bits, leaves):
-        fields = {"method": method, "method.bits": bits, "same": "x"}
-        return fields | {f"leaf {number}": leaf for number, leaf in enumerate(leaves)}
+    def difference(*processes):
+        described = {}
+        for process, (method, bits, leaves) in enumerate(processes):
+            described[process] = {"method": method, "method.bits": bits, "same": "x"}
+            described[process] |= {f"leaf {n}": leaf for n, leaf in enumerate(leaves)}
+        return disagreement.difference(described)
 
-    text = disagreement.difference(
-        {
-            0: described("A", "4", ["w", "b"]),
-            1: described("A", "5", ["w", "b"]),
-            2: described("A", "4", ["w"]),
-        }
-    )
+    text = difference(("A", "4", "wb"), ("A", "5", "wb"), ("A", "4", "w"))
     assert "method.bits: 4 in processes 0, 2; 5 in process 1\n" in text
     assert "leaf 1: b in processes 0-1; nothing in process 2\n" in text
     assert "same" not in text.replace("the same", "") and "leaf 0" not in text
-    other = disagreement.difference({0: described("A", "4", []), 1: described("B", "5", [])})
+    other = difference(("A", "4", ""), ("B", "5", ""))
     assert "method: A" in other and "method.bits" not in other
-    many = disagreement.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 99)})
+    many = difference(("A", "4", ""), ("A", "4", "x" * 99))
     assert "and 89 more" in many and len(many.splitlines()) == 13
-    few = disagreement.difference({0: described("A", "4", []), 1: described("A", "4", "x" * 10)})
+    few = difference(("A", "4", ""), ("A", "4", "x" * 10))
     assert "more" not in few and len(few.splitlines()) == 12
 
 
@@ -249,14 +253,14 @@ def test_a_service_that_fails_stops_no_run():
         one.agree({"a": "1"}, (0, 1))
 
 
-def on_mesh(size: int, method="mxfp8", **arguments):
+def on_mesh(size: int, method="mxfp8", names=("w",)):
     mesh = jax.make_mesh(
         (size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size]
     )
 
     def local():
-        tree = {"w": jnp.zeros((16, 256)) + jax.lax.axis_index("data").astype(jnp.float32)}
-        return dq.pmean(tree, "data", key=jax.random.key(0), method=method, **arguments)
+        leaf = jnp.zeros((16, 256)) + jax.lax.axis_index("data").astype(jnp.float32)
+        return dq.pmean(dict.fromkeys(names, leaf), "data", method, key=jax.random.key(0))
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
     return jax.jit(mapped)
@@ -284,28 +288,18 @@ def test_a_mesh_of_all_devices_has_all_processes(described):
 
 
 def test_nothing_is_compared_elsewhere(described):
-    on_mesh(2).lower()  # who else is on this mesh is not known
+    """Who else is on a mesh of some devices is not known. Workers of vmap are in one process, also
+    beside a mesh of all devices, as under `jax.set_mesh`.
+    """
+    on_mesh(2).lower()
     on_mesh(jax.device_count(), method=dq.Compression(check_agreement=False)).lower()
-
-    def local(x):
-        return dq.pmean(x, "data", key=jax.random.key(0))
-
-    jax.jit(jax.vmap(local, axis_name="data")).lower(jnp.ones((2, 4096)))
-    dq.inspect(on_mesh(jax.device_count()))
-    assert not described
-
-
-def test_workers_of_vmap_are_in_one_process(described):
-    """Also beside a mesh of all devices, as under `jax.set_mesh`."""
-
-    def local(x):
-        return dq.pmean(x, "data", key=jax.random.key(0))
-
+    local = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(0))
+    on_workers = jax.vmap(local, axis_name="data")
     mesh = jax.make_mesh((jax.device_count(),), ("other",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(
-        jax.vmap(local, axis_name="data"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
-    jax.jit(mapped).lower(jnp.ones((2, 4096)))
+    how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+    for mapped in (on_workers, jax.shard_map(on_workers, **how)):
+        jax.jit(mapped).lower(jnp.ones((2, 4096)))
+    dq.inspect(on_mesh(jax.device_count()))
     assert not described
 
 
@@ -318,15 +312,8 @@ def test_a_step_is_compared_after_its_inspection(described):
 
 
 def test_a_description_has_the_method_of_each_leaf(described):
-    def local():
-        rank = jax.lax.axis_index("data").astype(jnp.float32)
-        tree = {"a": jnp.zeros((4, 1024)) + rank, "b": jnp.zeros((4, 1024)) + rank}
-        rules = {"a": "mxfp8", "b": "uncompressed"}
-        return dq.pmean(tree, "data", key=jax.random.key(0), method=rules)
-
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
-    jax.jit(mapped).lower()
+    rules = {"a": "mxfp8", "b": "uncompressed"}
+    on_mesh(jax.device_count(), method=rules, names="ab").lower()
     ((description, _),) = described
     assert "MXFP8" in description["method of tree['a']"]
     assert description["method of tree['b']"] == "uncompressed"
@@ -411,8 +398,7 @@ def test_those_who_do_not_come_are_named(short):
     _, all_of_them = exchanges_of(4)
     with pytest.warns(UserWarning, match="processes 1-3 had not traced the same step.*axes: 4;"):
         all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         calls = all_of_them[0].client.store.calls
         all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
         assert all_of_them[0].client.store.calls == calls  # known: it does not wait again
@@ -433,8 +419,7 @@ def test_a_process_that_traces_alone_leaves_nothing_behind(pair):
     for step in "xyz":
         assert agree(pair, [{"a": step}] * 2) == [None] * 2
     # The other process may trace it later, and finds it answered.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         pair[1].agree({"a": "for a log"}, (0, 1))
     first, second = agree(pair, [{"a": "p"}, {"a": "q"}])
     assert first == second and "a: p in process 0; q in process 1" in first
@@ -527,8 +512,7 @@ def test_a_process_may_lower_a_step_while_others_wait_with_another(pair, monkeyp
     time.sleep(2 * exchange.PATIENCE if earlier else 0.1)
     assert bool(results) == earlier
     trace_alone(pair[0], {"a": "for a log"}, only_traces=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         pair[0].agree({"a": "1"}, (0, 1))
     thread.join(60)
     assert results == [None]
@@ -574,7 +558,7 @@ def test_a_third_process_that_is_late_finds_the_difference(short):
 def test_a_process_that_starts_again_is_not_held_to_its_past(pair):
     store = pair[0].client.store
     trace_alone(pair[0], {"a": "before"})
-    again = exchange.Exchange(store.client(), 0)
+    again = exchange.Exchange(Client(store), 0)
     assert agree([again, pair[1]], [{"a": "after"}] * 2) == [None] * 2
     assert agree([again, pair[1]], [{"a": "before"}] * 2) == [None] * 2
 
@@ -600,8 +584,7 @@ def test_agreement_that_cannot_be_checked_is_said_once(monkeypatch):
             for look, name in ((compat.job, "service"), (compat.concrete_mesh, "mesh of")):
                 with pytest.warns(UserWarning, match=f"The .*{name}.* not found.*agreement=False"):
                     assert look() is None
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")
+                with silent():
                     assert look() is None
     compat._warn_that_nothing_is_compared.cache_clear()
 
@@ -618,7 +601,6 @@ def test_the_mesh_is_that_of_set_mesh(data_mesh):
 def test_one_process_needs_no_coordination_service(monkeypatch):
     monkeypatch.setattr(compat.importlib, "import_module", lambda name: object())
     compat._warn_that_nothing_is_compared.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert compat.job() is None and compat.concrete_mesh() is None
     compat._warn_that_nothing_is_compared.cache_clear()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dynamiq_jax._check import compiling, exchange
-from tests.buckets.test_agreement import Client, exchanges_of
+from tests.buckets.test_agreement import Client, exchanges_of, silent
 
 X = np.ones(3, np.float32)
 SAME = {"collective": "AllReduce", "axes": "2"}
@@ -130,14 +130,12 @@ def test_a_program_that_was_lowered_is_shown_by_whichever_thread_compiles(pair, 
     assert compiled_of(pair[0]) == set()
     check_ends(in_thread(lambda: runs(lowered, step)))
     assert compiled_of(pair[0]) == {1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert np.all(step_of(pair[0])(X) == 2)
 
 
 def test_processes_that_compile_together_send_no_warning_and_wait_once(pair):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         check_ends(*(in_thread(call(step_of(one))) for one in pair))
         calls = pair[0].client.store.calls
         step_of(pair[0])(X)  # another program with what is known
@@ -158,8 +156,7 @@ def test_programs_that_do_not_run_hold_no_other_program_up(pair, ends):
     else:
         with pytest.raises(ArithmeticError):
             step_of(pair[0], fail)(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         assert np.all(jax.jit(lambda x: x - 5)(X) == -4)
     assert compiled_of(pair[0]) == ({0} if ends == "a log" else set())
 

@@ -1,6 +1,5 @@
 """Metrics of an all-reduce, the estimate of its error among them, and a limit of that error."""
 
-import dataclasses
 import functools
 
 import jax
@@ -32,18 +31,11 @@ DATA = {
 
 
 @functools.cache
-def measured(method, workers, options=dq.Compression()):
+def measured(method, workers, **options):
     """A compiled mean with metrics, of workers on one device."""
-
-    def local(key, values):
-        return dq.pmean(
-            values,
-            "data",
-            key=key,
-            method=dataclasses.replace(options, method=method),
-            with_metrics=True,
-        )
-
+    mean = functools.partial(dq.pmean, axis_name="data", with_metrics=True)
+    choice = dq.Compression(method, **options)
+    local = lambda key, values: mean(values, method=choice, key=key)  # noqa: E731
     run = jax.jit(jax.vmap(local, axis_name="data", in_axes=(None, 0)))
     return lambda key, values: jax.tree.map(lambda leaf: np.asarray(leaf[0]), run(key, values))
 
@@ -55,8 +47,6 @@ def measured(method, workers, options=dq.Compression()):
 def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
     for kind, data in DATA.items():
         values = data(workers)
-        if workers == 16:  # the sample grows with the bytes
-            values = np.concatenate([values, values[:, ::-1]], axis=1)
         mean, metrics = measured(f"dynamiq:{bits}", workers)(KEY, values)
         exact = values.mean(0, dtype=np.float64)
         off = metrics["error"] / vnmse(mean, exact) - 1
@@ -97,12 +87,7 @@ def test_the_norm_is_that_of_the_exact_mean_and_a_compressed_one_has_the_energy_
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in METHODS.own if name not in ("exact", "dynamiq")])
 def test_the_error_of_every_method_is_estimated(name):
-    """Blocks that are left out are rarely in the sample."""
-    check_estimate(name, 1.5 if name == "topk_chunked" else 0.4)
-
-
-def check_estimate(name, rel):
-    """Check the estimated error of a method, of one with a state in its first step."""
+    """Of one with a state in its first step. Blocks that are left out are rarely in the sample."""
     values = worker_gradients(4, SIZE // 4, seed=0)
     reduce = dq.all_reduce_gradients("data", method=name, with_metrics=True)
 
@@ -110,24 +95,15 @@ def check_estimate(name, rel):
         return reduce.update(values, reduce.init(values))
 
     mean, state = jax.jit(jax.vmap(local, axis_name="data"))(values)
-    found = float(state.metrics["error"][0])
-    assert found == pytest.approx(vnmse(mean[0], values.mean(0, dtype=np.float64)), rel=rel)
-    method = dq.methods.METHODS[name]()
+    found, truth = float(state.metrics["error"][0]), values.mean(0, dtype=np.float64)
+    assert found == pytest.approx(vnmse(mean[0], truth), rel=1.5 if "topk" in name else 0.4)
+    method = METHODS[name]()
     of_state = {"reset_states"} if method.is_stateful else set()
     assert set(state.metrics) == {*method.metrics, *method.details, *MEASURED, *of_state}
 
 
-MEASURED = {
-    "error",
-    "row_error",
-    "worst_error",
-    "worst_bucket",
-    "norm",
-    "non_finite",
-    "bytes",
-    "fallbacks",
-}
-WIDTHS = {"width_min", "width_max", "width_std"}
+MEASURED = {"error", "row_error", "worst_error", "worst_bucket", "norm", "non_finite", "bytes"}
+MEASURED |= {"fallbacks"}
 
 
 def test_the_estimate_is_unbiased():
@@ -135,9 +111,8 @@ def test_the_estimate_is_unbiased():
     values = worker_gradients(2, SIZE // 16, seed=1)
 
     def local(key, values):
-        mean, metrics = dq.pmean(
-            values, "data", key=key, method="mxint8", with_metrics=True
-        )  # rounds to nearest: keys choose the sample alone
+        # Rounds to nearest: keys choose the sample alone.
+        mean, metrics = dq.pmean(values, "data", "mxint8", key=key, with_metrics=True)
         return mean, metrics["error"]
 
     run = jax.jit(jax.vmap(local, axis_name="data", in_axes=(None, 0)))
@@ -186,27 +161,24 @@ TREE = {"a": of_workers(0, 4, 64 * 4096).reshape(4, 64, 4096), "b": of_workers(1
 )
 def test_buckets_are_counted_together_and_alone(options):
     values = {"a": TREE["a"] * np.repeat([1.0, 100.0], 32)[:, None], "b": TREE["b"]}
-    mean, metrics = measured("blockint:4", 4, dq.Compression(**options))(KEY, values)
+    mean, metrics = measured("blockint:4", 4, **options)(KEY, values)
     truth = values["a"].mean(0, dtype=np.float64)
     assert metrics["error"] == pytest.approx(vnmse(mean["a"], truth), rel=0.4)
     buckets = 4 if options else 1
     parts = (np.split(each, buckets) for each in (mean["a"], truth))
     errors = [vnmse(*pair) for pair in zip(*parts, strict=True)]
     assert metrics["worst_error"] == pytest.approx(max(errors), rel=0.4)
-    report = dq.wire_report(
-        {name: leaf[0] for name, leaf in values.items()},
-        4,
-        method=dq.Compression("blockint:4", **options),
-    )
+    one = {name: leaf[0] for name, leaf in values.items()}
+    report = dq.wire_report(one, 4, dq.Compression("blockint:4", **options))
     assert [leaf.buckets for leaf in report.leaves] == [tuple(range(buckets)), ()]
 
 
 def test_the_bucket_with_the_largest_error_has_a_number():
     """Noise takes the errors of 4 bits; few large values among many small ones take less."""
     even, steep = noise(2)[:, : 2**16], of_workers(0, 2, 2**16)
-    options = dq.Compression(bucket_bytes=2**18, bucketing="in_order")
+    options = {"bucket_bytes": 2**18, "bucketing": "in_order"}
     for tree, worst in (({"a": even, "b": steep}, 0), ({"a": steep, "b": even}, 1)):
-        _, metrics = measured("dynamiq:4", 2, options)(KEY, tree)
+        _, metrics = measured("dynamiq:4", 2, **options)(KEY, tree)
         assert metrics["worst_bucket"] == worst
 
 
@@ -289,11 +261,8 @@ def hostile(step):
 )
 def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     limit, buckets = 1e-2, 2 if options else 1
-    reduce = dq.all_reduce_gradients(
-        "data",
-        method=dq.Compression("dynamiq:4", max_error=limit, **options),
-        with_metrics=True,
-    )
+    choice = dq.Compression("dynamiq:4", max_error=limit, **options)
+    reduce = dq.all_reduce_gradients("data", choice, with_metrics=True)
 
     @jax.jit
     @jax.shard_map(mesh=data_mesh(2), in_specs=(P("data"), P()), out_specs=(P(), P()))
@@ -315,8 +284,8 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
 
 def test_what_is_sent_again_counts_as_sent():
     values = noise(2)[:, : SIZE // 16]
-    calm = measured("blockint:4", 2, dq.Compression(max_error=1.0))(KEY, values)[1]
-    again = measured("blockint:4", 2, dq.Compression(max_error=1e-6))(KEY, values)[1]
+    calm = measured("blockint:4", 2, max_error=1.0)(KEY, values)[1]
+    again = measured("blockint:4", 2, max_error=1e-6)(KEY, values)[1]
     assert (calm["fallbacks"], again["fallbacks"]) == (0, 1)
     assert again["bytes"] - calm["bytes"] == 4 * SIZE // 16
 
@@ -340,13 +309,8 @@ def test_shards_are_counted_once():
     def mean_of(stacked):
         specs = {"w": P("model"), "b": P()}
         tree = {"w": stacked[0], "b": stacked[0, :8]}
-        return dq.pmean(
-            tree,
-            "data",
-            key=KEY,
-            method=dq.Compression("blockint:4", specs=specs),
-            with_metrics=True,
-        )
+        choice = dq.Compression("blockint:4", specs=specs)
+        return dq.pmean(tree, "data", choice, key=KEY, with_metrics=True)
 
     mean, metrics = mean_of(jax.device_put(values, jax.NamedSharding(mesh, P("data", "model"))))
     truth = values.mean(0, dtype=np.float64)

@@ -2,7 +2,6 @@
 which a bucket is sent again.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,35 +19,30 @@ pytestmark = pytest.mark.optimized
 
 KEY = jax.random.key(5)
 SIZE = 4096
-NO_LIMIT, LIMIT = dq.Compression(), dq.Compression(max_error=0.1)
+NO_LIMIT, LIMIT = None, 0.1
 
 
 @functools.cache
-def of_workers(method, options, *, many_keys=False):
+def of_workers(method, limit, *, many_keys=False):
     """A compiled mean with metrics, of workers on one device, and for a batch of keys."""
+    choice = dq.Compression(method, max_error=limit)
 
     def local(key, values):
-        return dq.pmean(
-            values,
-            "data",
-            key=key,
-            method=dataclasses.replace(options, method=method),
-            with_metrics=True,
-        )
+        return dq.pmean(values, "data", choice, key=key, with_metrics=True)
 
     run = jax.vmap(local, axis_name="data", in_axes=(None, 0))
     return jax.jit(jax.vmap(run, in_axes=(0, None)) if many_keys else run)
 
 
-def mean_of(method, options, values):
+def mean_of(method, limit, values):
     """The mean and its metrics with one key."""
-    found = of_workers(method, options)(KEY, values)
+    found = of_workers(method, limit)(KEY, values)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0], found)
 
 
-def means_of(method, options, keys, values):
+def means_of(method, limit, keys, values):
     """The means and their metrics with each of several keys."""
-    found = of_workers(method, options, many_keys=True)(jax.random.split(KEY, keys), values)
+    found = of_workers(method, limit, many_keys=True)(jax.random.split(KEY, keys), values)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:, 0], found)
 
 
@@ -128,14 +122,8 @@ def test_a_limit_and_shards():
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
     def reduced(stacked):
-        specs = P("model")
-        return dq.pmean(
-            stacked[0],
-            "data",
-            key=KEY,
-            method=dataclasses.replace(LIMIT, specs=specs),
-            with_metrics=True,
-        )
+        choice = dq.Compression(max_error=LIMIT, specs=P("model"))
+        return dq.pmean(stacked[0], "data", choice, key=KEY, with_metrics=True)
 
     sharded = jax.NamedSharding(mesh, P("data", "model"))
     mean, metrics = reduced(jax.device_put(values, sharded))
@@ -161,7 +149,7 @@ def share_kept(times, keys):
     values = np.random.default_rng(0).normal(size=(2, SIZE)).astype(np.float32)
     mean, _ = mean_of("mxint8", NO_LIMIT, values)
     truth = vnmse(mean, values.mean(axis=0, dtype=np.float64))
-    _, metrics = means_of("mxint8", dq.Compression(max_error=times * truth), keys, values)
+    _, metrics = means_of("mxint8", times * truth, keys, values)
     return 1 - metrics["fallbacks"].mean()
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._inputs.policy import Policy, paths_of
-from dynamiq_jax.methods import METHODS, BlockInt, ErrorFeedback, resolve_method
+from dynamiq_jax.methods import METHODS, BlockInt, resolve_method
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives
 from tests.support.workers import simulated
@@ -64,8 +64,10 @@ def test_the_first_pattern_that_is_found_in_a_path_counts(paths, patterns):
         assert [method.code_bits - 2 for method in found] == first
 
 
-def test_a_tree_without_leaves_needs_no_pattern():
+def test_trees_without_leaves_and_leaves_that_are_not_floating_need_no_pattern():
     assert Policy.of(POLICY).methods({}) == []
+    methods = Policy.of({"w": "bf16"}).methods({"count": 3, "w": np.ones(3)})
+    assert methods == [None, dq.methods.BF16()]
     assert dq.wire_report({"nothing": None}, WORKERS, method=POLICY).bytes_per_worker == 0
 
 
@@ -172,12 +174,15 @@ def test_policies_that_are_not_possible(policy, message):
         mean_of(policy)
 
 
-@pytest.mark.parametrize("as_function", [True, False])
-def test_methods_with_a_state_are_refused_where_it_cannot_be_kept(as_function):
-    feedback = ErrorFeedback(inner=dq.methods.BF16())
-    policy = {"norm": "uncompressed", "": feedback}
-    if as_function:
-        policy = lambda path, leaf: "uncompressed" if "norm" in path else feedback  # noqa: E731
+@pytest.mark.parametrize(
+    "policy",
+    (
+        {"norm": "uncompressed", "": "ef+bf16"},
+        lambda path, leaf: "uncompressed" if "norm" in path else "ef+bf16",
+    ),
+    ids=("patterns", "function"),
+)
+def test_methods_with_a_state_are_refused_where_it_cannot_be_kept(policy):
     with pytest.raises(ValueError, match=r"carries state.*dq\.pmean cannot keep"):
         mean_of(policy)
 
@@ -188,12 +193,6 @@ def test_methods_that_a_collective_cannot_use_are_refused_for_any_leaf():
 
     with pytest.raises(ValueError, match="psum_scatter"):
         simulated(local)(KEY, {"a": np.ones((4, 4, 2048)), "b": np.ones((4, 4, 2048))})
-
-
-def test_leaves_without_numbers_need_no_pattern():
-    tree = {"w": TREE["embedding"], "count": jnp.arange(WORKERS)}
-    found = mean_of({"w": "bf16"}, tree)
-    assert (found["count"] == 1).all()
 
 
 @pytest.mark.slow
@@ -219,10 +218,9 @@ def test_fragments_of_local_sgd_have_the_methods_of_their_leaves(data_mesh):
     np.testing.assert_allclose(
         found["layers"][0]["norm"], outer * params["layers"][0]["norm"], rtol=1e-4
     )
+    unused = {"none": "uncompressed", "": "bf16"}
     with pytest.raises(ValueError, match="no leaf is left"):
-        dq.training.LocalSGD(
-            axis_name="data", method={"none": "uncompressed", "": "bf16"}
-        ).wire_report(ONE, WORKERS)
+        dq.training.LocalSGD(axis_name="data", method=unused).wire_report(ONE, WORKERS)
 
 
 def test_shards_have_the_methods_of_their_leaves():

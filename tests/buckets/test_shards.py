@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from dynamiq_jax._inputs.shards import Shards
+from dynamiq_jax.methods import ErrorFeedback
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS
@@ -91,20 +92,14 @@ def own_gradients(params, x):
     return jax.grad(loss_fn)(own, x)
 
 
-def by_pmean(mesh, method):
-    arguments = {"method": dq.Compression(method, specs=specs_of(mesh))}
-    return over_data(
-        mesh,
-        lambda params, x, key: dq.pmean(own_gradients(params, x), "data", key=key, **arguments),
-    )
+def by_pmean(mesh, method, check_vma=True):
+    choice = dq.Compression(method, specs=specs_of(mesh))
 
-
-def by_unchecked_pmean(mesh, method):
     def local(params, x, key):
-        grads = jax.grad(loss_fn)(params, x)
-        return dq.pmean(grads, "data", key=key, method=dq.Compression(method, specs=specs_of(mesh)))
+        grads = own_gradients(params, x) if check_vma else jax.grad(loss_fn)(params, x)
+        return dq.pmean(grads, "data", choice, key=key)
 
-    return over_data(mesh, local, check_vma=False)
+    return over_data(mesh, local, check_vma=check_vma)
 
 
 def by_optimizer(mesh, method):
@@ -124,7 +119,7 @@ def exact(mesh, method):
 
 FORMS = {
     "pmean": by_pmean,
-    "unchecked pmean": by_unchecked_pmean,
+    "unchecked pmean": functools.partial(by_pmean, check_vma=False),
     "all_reduce_gradients": by_optimizer,
     "exact": exact,
 }
@@ -162,21 +157,21 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     """
     mesh, specs = mesh_of(mesh_name), specs_of(mesh_of(mesh_name))
     method = method_of(mesh_name)
-    report = dq.wire_report(params(), "data", mesh=mesh, method=dq.Compression(method, specs=specs))
+
+    def reported(names):
+        choice = dq.Compression(method, specs={name: specs[name] for name in names})
+        return dq.wire_report({name: params()[name] for name in names}, "data", choice, mesh=mesh)
+
     ours = sent_by_axes(compiled(form, mesh_name).as_text(), mesh)
     theirs = sent_by_axes(compiled("exact", mesh_name).as_text(), mesh)
     over_data = sum(size for axes, size in ours.items() if "data" in axes)
-    assert abs(over_data - report.bytes_per_worker) <= 1
+    assert abs(over_data - reported(specs).bytes_per_worker) <= 1
     sharded = {name: params()[name] for name in ("in", "out")}
     whole = dq.wire_report(sharded, mesh.shape["data"], method=method)
-    part = dq.wire_report(
-        sharded,
-        "data",
-        mesh=mesh,
-        method=dq.Compression(method, specs={n: specs[n] for n in sharded}),
-    )
     others = mesh.size / mesh.shape["data"]
-    assert part.compressed_bytes * others == pytest.approx(whole.compressed_bytes, rel=0.03)
+    assert reported(sharded).compressed_bytes * others == pytest.approx(
+        whole.compressed_bytes, rel=0.03
+    )
     beside = [
         sum(size for axes, size in sent.items() if "data" not in axes) for sent in (ours, theirs)
     ]
@@ -218,73 +213,53 @@ def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form
         )
 
 
-def test_states_are_split_as_the_gradients_are():
-    """Error feedback: what a step leaves out is in the next one, on every device for its shards;
-    states go through a saved copy.
-    """
-    mesh = mesh_of("data 2 x fsdp 4")
-    specs = {"in": P("fsdp"), "scale": P()}
-    reduce = dq.all_reduce_gradients(
-        "data", method=dq.Compression("ef+topk_chunked:4", specs=specs)
-    )
-    own = {"in": of_workers(0, 2, 256 * 512).reshape(2, 256, 512), "scale": of_workers(1, 2, 4096)}
-    over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+def on_shards(mesh, method, specs):
+    """Return the first state of parameters, and a step of stacked gradients, on a mesh."""
+    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=specs))
+    of_states = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
+    how = {"mesh": mesh, "axis_names": {"data"}}
 
     def local(stacked, state):
         return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
 
-    arguments = {"mesh": mesh, "axis_names": {"data"}}
-    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments))
-    update = jax.jit(
-        jax.shard_map(
-            local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **arguments
-        )
+    update = jax.shard_map(
+        local, in_specs=(P("data"), of_states), out_specs=(P(), of_states), **how
     )
-    shapes = {"in": jnp.zeros((256, 512)), "scale": jnp.zeros(4096)}
-    first, state = update(own, init(shapes))
-    saved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
-    second, after = update(own, state)
-    again, _ = update(own, saved)
+    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=of_states, **how)
+    return jax.jit(init), jax.jit(update)
+
+
+def saved(state):
+    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
+
+
+def test_states_are_split_as_the_gradients_are():
+    """Error feedback: what a step leaves out is in the next one, on every device for its shards;
+    states go through a saved copy.
+    """
+    own = {"in": of_workers(0, 2, 256 * 512).reshape(2, 256, 512), "scale": of_workers(1, 2, 4096)}
+    specs = {"in": P("fsdp"), "scale": P()}
+    init, update = on_shards(mesh_of("data 2 x fsdp 4"), "ef+topk_chunked:4", specs)
+    first, state = update(own, init({"in": jnp.zeros((256, 512)), "scale": jnp.zeros(4096)}))
+    (second, after), (again, _) = update(own, state), update(own, saved(state))
     of_shards, whole = (bucket.residual for bucket in of_buckets(after).values())
     assert of_shards.shape == (8, 256 * 512 // 4) and whole.shape == (2, 4096)
     assert of_shards.sharding.shard_shape(of_shards.shape) == (1, 256 * 512 // 4)
     left_out = np.asarray(of_shards).reshape(2, -1).mean(axis=0)
     total = np.ravel(first["in"]) + np.ravel(second["in"]) + left_out
     assert vnmse(total, 2 * own["in"].mean(axis=0).ravel()) < 2e-5
-    for name in shapes:
-        np.testing.assert_array_equal(second[name], again[name])
+    jax.tree.map(np.testing.assert_array_equal, second, again)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "method",
-    (
-        "ef+mxfp4",
-        "ef+topk_chunked:8",
-        "ef+dynamiq:4",
-    ),
-)
+@pytest.mark.parametrize("method", ("ef+mxfp4", "ef+topk_chunked:8", "ef+dynamiq:4"))
 def test_states_of_every_kind_resume_on_shards(method):
     """Saved after a step and read again: the same bits, on all workers, in every shard."""
-    mesh, spec = mesh_of("data 2 x fsdp 4"), P("fsdp")
-    reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=spec))
-    over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    arguments = {"mesh": mesh, "axis_names": {"data"}}
     own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]
-    init = jax.jit(jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments))
-    update = jax.jit(
-        jax.shard_map(
-            lambda own, state: reduce.update(own[0], state),
-            in_specs=(P("data"), over_data),
-            out_specs=(P(), over_data),
-            **arguments,
-        )
-    )
+    init, update = on_shards(mesh_of("data 2 x fsdp 4"), method, P("fsdp"))
     first, state = update(own[0], init(jnp.zeros((128, 256))))
-    saved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), state)
-    steps = update(own[1], state), update(own[1], saved)
-    for there, here in zip(*map(jax.tree.leaves, steps), strict=True):
-        np.testing.assert_array_equal(there, here)
+    steps = update(own[1], state), update(own[1], saved(state))
+    jax.tree.map(np.testing.assert_array_equal, *steps)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(of_buckets(state))} == {8}
     second = steps[0][0]
     for shard in second.addressable_shards:
@@ -296,34 +271,13 @@ def test_states_of_every_kind_resume_on_shards(method):
 
 def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
     """Saved on data 2 x fsdp 4 and resumed where two axes make the same parts: the same bits."""
-    own, steps = of_workers(0, 2, 512 * 256).reshape(2, 512, 256), []
-    for mesh_name, spec in (
-        ("data 2 x fsdp 4", P("fsdp")),
-        ("data 2 x fsdp 2 x tensor 2", P(("fsdp", "tensor"))),
-    ):
-        reduce = dq.all_reduce_gradients(
-            "data", method=dq.Compression(dq.methods.ErrorFeedback(inner=STOCHASTIC), specs=spec)
-        )
-        over_data = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-        arguments = {"mesh": mesh_of(mesh_name), "axis_names": {"data"}}
-
-        def local(own, state, reduce=reduce):
-            return reduce.update(own[0], state)
-
-        update = jax.jit(
-            jax.shard_map(
-                local, in_specs=(P("data"), over_data), out_specs=(P(), over_data), **arguments
-            )
-        )
-        if not steps:
-            init = jax.jit(
-                jax.shard_map(reduce.init, in_specs=P(), out_specs=over_data, **arguments)
-            )
-            _, state = update(own, init(jnp.zeros((512, 256))))
-            saved = jax.tree.map(np.asarray, state)
-        steps.append(update(own, saved))
-    for there, here in zip(*map(jax.tree.leaves, steps), strict=True):
-        np.testing.assert_array_equal(there, here)
+    own, method = of_workers(0, 2, 512 * 256).reshape(2, 512, 256), ErrorFeedback(inner=STOCHASTIC)
+    init, update = on_shards(mesh_of("data 2 x fsdp 4"), method, P("fsdp"))
+    _, state = update(own, init(jnp.zeros((512, 256))))
+    on_three = mesh_of("data 2 x fsdp 2 x tensor 2")
+    _, there = on_shards(on_three, method, P(("fsdp", "tensor")))
+    state = jax.tree.map(np.asarray, state)
+    jax.tree.map(np.testing.assert_array_equal, update(own, state), there(own, state))
 
 
 def test_types_say_how_leaves_are_split_over_explicit_axes():
@@ -353,13 +307,8 @@ def test_axes_of_one_device_do_not_count():
     mesh = jax.make_mesh(
         (2, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2]
     )
-    mapped = jax.shard_map(
-        lambda g: dq.pmean(g, "data", key=KEY, method=STOCHASTIC),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-        axis_names={"data"},
-    )
+    how = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
+    mapped = jax.shard_map(lambda g: dq.pmean(g, "data", STOCHASTIC, key=KEY), **how)
     own = of_workers(0, 2, 4096)
     assert vnmse(jax.jit(mapped)(own.reshape(-1)), own.mean(axis=0, dtype=np.float64)) < 1e-4
 
