@@ -47,6 +47,11 @@ class Bucket:
         """Bytes that each worker sends over the slow axis in an all-reduce."""
         return self.call.topology.bytes_sent(self.cost, self.call.num_workers)
 
+    def is_too_large(self, copies: int) -> bool:
+        """Return whether indices into the bucket, or into its messages, exceed an int32."""
+        sent = self.call.num_chunks * self.cost.payload_bytes
+        return max(self.size, sent) > copies * MOST_IN_BUCKET
+
 
 @dataclasses.dataclass(frozen=True)
 class CutRules:
@@ -57,7 +62,7 @@ class CutRules:
     # Whether leaves that are too large for one bucket may be cut into stripes all the same.
     into_stripes: bool = True
     copies: int = 1  # parts of workers that a bucket counts, but of which a program holds one
-    names: tuple[str, ...] = ()  # of the leaves, for errors; if empty, these have their numbers
+    names: tuple[str, ...] = ()  # of the leaves, for errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +134,7 @@ def sort_leaves(
                 continue
         for group in _group(members, limit):
             in_order, why_exact = kind.in_order(group, shapes, limit if rules.into_parts else None)
-            if any(_is_too_large(b.size, b.call, b.cost, rules.copies) for b in in_order):
+            if any(bucket.is_too_large(rules.copies) for bucket in in_order):
                 if not rules.into_stripes or kind.method.uses_shapes:
                     _refuse(max(group, key=lambda member: member[1]), kind.method, rules)
                 in_order, why_exact = kind.striped(group, shapes, limit)
@@ -152,10 +157,8 @@ class _Kind:
 
     def fits(self, size: int, copies: int) -> bool:
         """Return whether one bucket may hold leaves of so many coordinates in all."""
-        if self.method.uses_shapes:  # shapes of a bucket, which is checked once it is there
-            return True
-        call, cost, _ = self._choose(size, None)
-        return not _is_too_large(size, call, cost, copies)
+        # Shapes are those of a bucket, which is checked once it is there.
+        return self.method.uses_shapes or not self._bucket((), size).is_too_large(copies)
 
     def striped(
         self, members: list[tuple[int, int]], shapes: Shapes, limit: int
@@ -173,9 +176,9 @@ class _Kind:
         if why_exact := self._choose(size, None)[2]:
             return [], why_exact
         if count == 1:
-            return [self._bucket(indices, size, None)], ""
+            return [self._bucket(indices, size)], ""
         stripes = (Stripe(number, count) for number in range(count))
-        return [self._bucket(indices, size, None, stripe=stripe) for stripe in stripes], ""
+        return [self._bucket(indices, size, stripe=stripe) for stripe in stripes], ""
 
     def in_order(
         self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
@@ -201,44 +204,36 @@ class _Kind:
         for start in range(0, size, step):
             stop = min(start + step, size)
             part = start // length, stop // length
-            buckets.append(self._bucket(indices, stop - start, known, part=part))
+            buckets.append(self._bucket(indices, stop - start, part=part))
         return buckets, ""
 
     def _bucket(
         self,
         leaves: tuple[int, ...],
         size: int,
-        shapes: Any,
+        shapes: Any = None,
         *,
         part: Part | None = None,
         stripe: Stripe | None = None,
     ) -> Bucket:
         call, cost, _ = self._choose(size, shapes)
-        return Bucket(
-            leaves, self.method, self.dtype, size, self.split_over, part, stripe, call, cost
-        )
+        of_kind = self.method, self.dtype, size, self.split_over
+        return Bucket(leaves, *of_kind, part, stripe, call, cost)
 
     def _choose(self, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
         part = self.axes.part_size(size, self.method.granule)
         return _choose(part, self.axes, shapes, self.method, self.topology)
 
 
-def _is_too_large(size: int, call: Call, cost: WireCost, copies: int) -> bool:
-    """Return whether indices into a bucket, or into its messages, exceed an int32."""
-    return max(size, call.num_chunks * cost.payload_bytes) > copies * MOST_IN_BUCKET
-
-
 def _refuse(leaf: tuple[int, int], method: Method, rules: CutRules) -> NoReturn:
     """Raise ValueError for a leaf, (index, size), that is too large and cannot be cut."""
     index, size = leaf
-    name = rules.names[index] if rules.names else f"leaf {index}"
     needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
     raise ValueError(
-        f"{name} has {size // rules.copies:,} coordinates, too many for one bucket, "
-        f"and {needs} whole leaves. A bucket has at most "
-        f"{MOST_IN_BUCKET:,} coordinates, and as many bytes in its messages: indices are int32. "
-        "Cut the leaf into several, shard it over more devices, or give it another method or "
-        "fewer bits."
+        f"{rules.names[index]} has {size // rules.copies:,} coordinates, too many for one bucket, "
+        f"and {needs} whole leaves. A bucket has at most {MOST_IN_BUCKET:,} coordinates, and as "
+        "many bytes in its messages: indices are int32. Cut the leaf into several, shard it over "
+        "more devices, or give it another method or fewer bits."
     )
 
 

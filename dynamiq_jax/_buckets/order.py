@@ -96,7 +96,7 @@ def after(token: Array | None, value: Array) -> Array:
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(value):
         return value
-    if not value.size or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if not _has_numbers(value):
         return value
     return jnp.where(never(token), jnp.zeros_like(value), value)
 
@@ -107,9 +107,9 @@ def token_of(values: Sequence[Array | None]) -> Array | None:
     Args:
       values: arrays, or None.
     """
-    flags = [
-        never(value)
-        for value in values
-        if value is not None and value.size and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    ]
+    flags = [never(value) for value in values if value is not None and _has_numbers(value)]
     return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
+
+
+def _has_numbers(value: Array) -> bool:
+    return bool(value.size) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)

@@ -10,11 +10,7 @@ _BUDGETS = ("bits", "code_bits")  # the field that a bare number sets: the first
 
 
 def head(text: str) -> str:
-    """Return the name without its options.
-
-    >>> head("dynamiq:5")
-    'dynamiq'
-    """
+    """Return the name without its options: "dynamiq" of "dynamiq:5"."""
     return text.partition(":")[0]
 
 

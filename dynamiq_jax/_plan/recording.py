@@ -114,9 +114,7 @@ def mark(number: int | None, part: Part, leaves: Sequence[Any]) -> list[Any]:
 def marked(name: str) -> tuple[Part, int, int] | None:
     """Return what a name of `mark` says: part, number of the record, index of the leaf."""
     match = re.fullmatch(rf"{_MARK}\.(terms|sum)\.(\d+)\.(\d+)", name)
-    if match is None:
-        return None
-    return ("terms" if match[1] == "terms" else "sum"), int(match[2]), int(match[3])
+    return match and ("terms" if match[1] == "terms" else "sum", int(match[2]), int(match[3]))
 
 
 def record_step(report: Callable[[], Any]) -> None:

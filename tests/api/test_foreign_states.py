@@ -18,31 +18,34 @@ from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
 
 WORKERS = 3
-METHODS: tuple[Method, ...] = (
-    ErrorFeedback(inner=TopKChunked(bits=2.0)),
-    PowerSGD(),
-)
+FEEDBACK = ErrorFeedback(inner=TopKChunked(bits=2.0))
+
+
+def gradients_of(workers, seed=0):
+    return of_workers(seed, workers, 64 * 64).reshape(workers, 64, 64)
+
+
+def on_workers(method):
+    """Functions of all workers: to a first state, and to a mean and the next state."""
+    reduce = dq.all_reduce_gradients("data", method=method)
+    return [jax.jit(jax.vmap(each, axis_name="data")) for each in (reduce.init, reduce.update)]
 
 
 class Run:
     """Two steps of a method on virtual workers, and the third one from any states."""
 
     def __init__(self, method: Method):
-        reduce = dq.all_reduce_gradients("data", method=method)
-        shape = (WORKERS, 64, 64)
-        self._update = jax.jit(jax.vmap(reduce.update, axis_name="data"))
-        self._gradients = [of_workers(seed, WORKERS, 64 * 64).reshape(shape) for seed in range(3)]
-        self.start = jax.jit(jax.vmap(reduce.init, axis_name="data"))(self._gradients[0])
-        self.before = self.start
-        for gradients in self._gradients[:2]:
-            _, self.before = self._update(gradients, self.before)
+        init, self._update = on_workers(method)
+        self.before = self.start = init(gradients_of(WORKERS))
+        for seed in range(2):
+            _, self.before = self._update(gradients_of(WORKERS, seed), self.before)
 
     def third(self, method_states):
         """Return the third mean of all workers, and the state after it."""
-        return self._update(self._gradients[2], self.before._replace(method=method_states))
+        return self._update(gradients_of(WORKERS, 2), self.before._replace(method=method_states))
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=lambda method: type(method).__name__)
+@pytest.fixture(scope="module", params=(FEEDBACK, PowerSGD()), ids=lambda m: type(m).__name__)
 def run(request):
     return Run(request.param)
 
@@ -67,9 +70,6 @@ def test_states_matter(run):
     assert np.any(one != other)
 
 
-FEEDBACK = METHODS[0]
-
-
 @pytest.mark.parametrize(
     ("spec", "check_vma"), ((P("data"), True), (P("data"), False), (P(), False)), ids=str
 )
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
             **how,
         )
     )
-    gradients = of_workers(0, 4, 64 * 64).reshape(4, 64, 64)
+    gradients = gradients_of(4)
     state = jax.jit(start)(gradients[0])
     for _ in range(3):
         _, state = update(gradients, state)
@@ -125,19 +125,15 @@ def test_workers_of_several_axes():
 
 def test_states_of_another_number_of_workers():
     """The first rows of a checkpoint of more workers."""
-    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    gradients = of_workers(0, 4, 64 * 64).reshape(4, 64, 64)
-    update = jax.jit(jax.vmap(reduce.update, axis_name="data"))
-    _, state = update(gradients, jax.vmap(reduce.init, axis_name="data")(gradients))
+    (init, update), gradients = on_workers(FEEDBACK), gradients_of(4)
+    _, state = update(gradients, init(gradients))
     _, after = update(gradients[:2], jax.tree.map(lambda leaf: leaf[:2], state))
     np.testing.assert_array_equal(after.metrics["reset_states"], [1, 1])
 
 
 def test_states_without_a_record():
-    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    gradients = jnp.ones((2, 64, 64))
-    state = jax.vmap(reduce.init, axis_name="data")(gradients)
-    update = jax.vmap(reduce.update, axis_name="data")
+    (init, update), gradients = on_workers(FEEDBACK), gradients_of(2)
+    state = init(gradients)
     old = {name: of for name, of in state.method.items() if name != "worker"}
     with pytest.raises(ValueError, match=r"no 'worker'.*\*\*init\(params\)\.method"):
         update(gradients, state._replace(method=old))
@@ -146,15 +142,14 @@ def test_states_without_a_record():
 
 
 def test_methods_without_states_have_no_record():
-    reduce = dq.all_reduce_gradients("data", method="bf16")
-    state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(jnp.ones((64, 64)))
+    state = on_workers("bf16")[0](gradients_of(2))
     assert state.method == state.metrics == {}
 
 
 @pytest.mark.parametrize("swapped", (False, True), ids=("own", "of the other"))
 def test_local_sgd_resets_them_too(swapped):
     local_sgd = LocalSGD(axis_name="data", every=1, method=FEEDBACK)
-    params = of_workers(0, 2, 64 * 64).reshape(2, 64, 64)
+    params = gradients_of(2)
     update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
     start = jax.vmap(local_sgd.init, in_axes=None, axis_name="data", axis_size=2)(params[0])
     _, state = update(params, start)

@@ -26,40 +26,33 @@ def keys() -> list[jax.Array]:
     return [jax.random.key(number) for number in range(REPEATS)]
 
 
-def inside(function: Callable[..., jax.Array], out_spec: P = P()) -> Means:
-    """`function(values of a worker, key)` inside `shard_map`, with a key for each call."""
-
-    def means(mesh: Mesh, rows: jax.Array) -> list[jax.Array]:
-        mapped = jax.jit(
-            jax.shard_map(
-                lambda rows, key: function(rows[0], key),
-                mesh=mesh,
-                in_specs=(P("data"), P()),
-                out_specs=out_spec,
-            )
-        )
-        return [mapped(rows, key) for key in keys()]
-
-    return means
-
-
-def keyless(function: Callable[..., jax.Array], out_spec: P = P()) -> Means:
-    """`function(values of a worker)`, of values whose samples differ from call to call: multiples
-    by powers of two, which are rounded alike.
+def inside(function: Callable[..., jax.Array], out_spec: P = P(), *, keyless=False) -> Means:
+    """`function(values of a worker, key)` inside `shard_map`, with a key for each call. Without
+    keys, the samples of the values differ from call to call: they are multiples by powers of two,
+    which are rounded alike.
     """
 
     def means(mesh: Mesh, rows: jax.Array) -> list[jax.Array]:
-        mapped = jax.jit(
-            jax.shard_map(
-                lambda rows: function(rows[0]), mesh=mesh, in_specs=P("data"), out_specs=out_spec
-            )
-        )
-        return [mapped(rows * 2.0**number) / 2.0**number for number in range(REPEATS)]
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=(P("data"), P()), out_specs=out_spec)
+        def mapped(rows: jax.Array, key: jax.Array) -> jax.Array:
+            return function(rows[0], None if keyless else key)
+
+        scales = [2.0**number if keyless else 1.0 for number in range(REPEATS)]
+        return [mapped(rows * s, key) / s for s, key in zip(scales, keys(), strict=True)]
 
     return means
 
 
-def gathered(part: jax.Array, key: jax.Array | None = None) -> jax.Array:
+def mean(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return dq.pmean(x, "data", METHOD, key=key)
+
+
+def scattered(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return dq.psum_scatter(x, "data", METHOD, key=key, tiled=True) / WORKERS
+
+
+def gathered(part: jax.Array, key: jax.Array | None) -> jax.Array:
     whole = dq.all_gather(part, "data", key=key, to="invarying", method=METHOD)
     return jnp.mean(whole, axis=0)
 
@@ -82,19 +75,14 @@ def by_steps(mesh: Mesh, rows: jax.Array) -> list[jax.Array]:
 
 
 WAYS: dict[str, Means] = {
-    "pmean": inside(lambda x, key: dq.pmean(x, "data", key=key, method=METHOD)),
+    "pmean": inside(mean),
     "psum": inside(lambda x, key: dq.psum(x, "data", key=key, method=METHOD) / WORKERS),
-    "psum_scatter": inside(
-        lambda x, key: dq.psum_scatter(x, "data", key=key, tiled=True, method=METHOD) / WORKERS,
-        P("data"),
-    ),
+    "psum_scatter": inside(scattered, P("data")),
     "all_gather": inside(gathered),
     "all_reduce_gradients": by_steps,
-    "pmean without a key": keyless(lambda x: dq.pmean(x, "data", method=METHOD)),
-    "psum_scatter without a key": keyless(
-        lambda x: dq.psum_scatter(x, "data", tiled=True, method=METHOD) / WORKERS, P("data")
-    ),
-    "all_gather without a key": keyless(gathered),
+    "pmean without a key": inside(mean, keyless=True),
+    "psum_scatter without a key": inside(scattered, P("data"), keyless=True),
+    "all_gather without a key": inside(gathered, keyless=True),
 }
 
 
@@ -120,11 +108,8 @@ def test_without_a_key_equal_terms_have_equal_bits_and_four_bytes_more_are_sent(
     mesh = data_mesh(WORKERS)
     rows = jax.random.normal(jax.random.key(1), (WORKERS, *SHAPE))
 
-    def mean(rows: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        return dq.pmean(rows, "data", key=key, method=METHOD)
-
     specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-    compiled = jax.jit(jax.shard_map(mean, **specs)).lower(rows).compile()
+    compiled = jax.jit(jax.shard_map(lambda rows: mean(rows, None), **specs)).lower(rows).compile()
     first, again = (np.asarray(compiled(rows)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(first, np.tile(first[:1], (WORKERS, 1, 1)))

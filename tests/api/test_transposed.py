@@ -29,23 +29,16 @@ def test_the_transpose_of_a_gather_is_the_compressed_scatter(data_mesh, check_vm
         own = own[0] if tiled else own[0].reshape(WORKERS, -1, shape[1])
 
         def loss(part):
-            gathered = dq.all_gather(
-                part, "data", key=KEY, axis=axis, tiled=tiled, method=STOCHASTIC
-            )
-            return jnp.vdot(gathered, own)
+            whole = dq.all_gather(part, "data", STOCHASTIC, key=KEY, axis=axis, tiled=tiled)
+            return jnp.vdot(whole, own)
 
         grads = jax.grad(loss)(part)
         return grads if tiled else grads[None]
 
     stacked = weights if tiled else weights.reshape(WORKERS, -1, shape[1])
     split = P(None, "data") if axis == -1 else P("data")
-    mapped = jax.shard_map(
-        local,
-        mesh=data_mesh(WORKERS),
-        in_specs=(split, P("data")),
-        out_specs=split,
-        check_vma=check_vma,
-    )
+    how = {"mesh": data_mesh(WORKERS), "in_specs": (split, P("data")), "out_specs": split}
+    mapped = jax.shard_map(local, check_vma=check_vma, **how)
     grads = np.asarray(jax.jit(mapped)(stacked, own)).reshape(shape)
     assert 1e-7 < vnmse(grads, own.sum(axis=0, dtype=np.float64)) < 1e-4
 
@@ -53,9 +46,7 @@ def test_the_transpose_of_a_gather_is_the_compressed_scatter(data_mesh, check_vm
 def test_an_invarying_gather_is_not_differentiated(data_mesh):
     def local(part, own):
         def loss(part):
-            whole = dq.all_gather(
-                part, "data", key=KEY, tiled=True, to="invarying", method=STOCHASTIC
-            )
+            whole = dq.all_gather(part, "data", key=KEY, tiled=True, to="invarying")
             return jnp.vdot(whole, own[0])
 
         return jax.grad(loss)(part)

@@ -86,6 +86,4 @@ def test_steps_with_a_state(name, data_mesh):
 @pytest.mark.parametrize("topology", ("butterfly", "all_to_all"))
 def test_topologies(topology, data_mesh):
     arguments = {"method": dq.Compression(STOCHASTIC, topology), "key": KEY}
-    check_equals_loop(
-        data_mesh(NUM_WORKERS), lambda gradient: dq.psum(gradient, "data", **arguments)
-    )
+    check_equals_loop(data_mesh(NUM_WORKERS), lambda g: dq.psum(g, "data", **arguments))

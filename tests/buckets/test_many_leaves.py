@@ -1,28 +1,16 @@
-"""Trees of many leaves: equal kernels, and the cut of flat vectors; and eager steps."""
+"""Trees of many leaves: equal kernels, and cuts of vectors into few operations; eager steps."""
 
 import re
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.cutting import cut
 
 KEY = jax.random.key(3)
-
-
-@settings(deadline=None, max_examples=10)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 3))
-def test_pieces_are_those_of_numpy(sizes, num_rows):
-    whole = np.arange(num_rows * sum(sizes), dtype=np.float32).reshape(num_rows, -1)
-    pieces = jax.jit(lambda rows: cut(rows, sizes))(whole)
-    ends = np.cumsum(sizes)
-    for piece, end, size in zip(pieces, ends, sizes, strict=True):
-        np.testing.assert_array_equal(piece, whole[:, end - size : end])
 
 
 def test_each_of_few_long_pieces_is_an_operation_of_its_own():
