@@ -34,12 +34,13 @@ class Axis:
         to = [(source, source ^ distance) for source in range(self.size)]
         return lax.ppermute(tree, self.name, to)
 
-    def exchange(self, shares: Array, *, tiled: bool = False) -> Array:
-        """Send row w of [workers, ...] to worker w; row w of the result comes from worker w.
+    def exchange(self, shares: Array) -> Array:
+        """Send row w of [workers, ...] to worker w; row w of the result comes from worker w."""
+        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0)
 
-        If tiled, the rows are equal parts of a vector.
-        """
-        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=tiled)
+    def exchange_parts(self, shares: Array) -> Array:
+        """Exchange the equal parts of a vector, as `exchange` does with rows."""
+        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=True)
 
     def gather(self, value: Array) -> Array:
         """Gather an array of every worker, [workers, *shape], the same bits on all workers."""
