@@ -14,6 +14,7 @@ WORKERS = 4
 KEY = jax.random.key(5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("axis", "tiled"), ((0, True), (-1, True), (0, False)))
 @pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
 def test_the_transpose_of_a_gather_is_the_compressed_scatter(data_mesh, check_vma, axis, tiled):

@@ -4,15 +4,12 @@ import dataclasses
 import inspect
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
-LEAF = {"w": jax.ShapeDtypeStruct((1024, 256), jnp.float32)}
 # Texts, and the method and topology that they are.
 TEXTS = {
     "dynamiq": (dq.DynamiQ(), Ring()),
@@ -37,16 +34,6 @@ def test_a_text_is_a_method_and_a_topology(text):
     assert (compression.method, compression.topology) == TEXTS[text]
     assert compression == dq.Compression(*TEXTS[text])
     assert hash(compression) == hash(dq.Compression(*TEXTS[text]))
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_sends_the_bytes_of_its_compression(text):
-    workers = 4
-    sent = [
-        dq.wire_report(LEAF, workers, given).bytes_per_worker
-        for given in (text, dq.Compression(*TEXTS[text]))
-    ]
-    assert sent[0] == sent[1] > 0
 
 
 @pytest.mark.parametrize(
@@ -102,4 +89,4 @@ def test_every_function_takes_it_as_its_method():
         parameters = inspect.signature(function).parameters
         assert not fields & set(parameters), function
         with_method += "method" in parameters
-    assert with_method >= 9
+    assert with_method == 8

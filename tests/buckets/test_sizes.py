@@ -176,16 +176,20 @@ def test_the_largest_bucket_has_no_index_beyond_32_bits(data_mesh, method, topol
     assert indexed_too_far(all_reduce, flat, data_mesh(WORKERS)) == []
 
 
-@pytest.mark.parametrize("bucketing", ("striped", "in_order"))
-def test_no_hierarchy_has_an_index_beyond_32_bits(bucketing):
-    mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
-    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, bucketing=bucketing)
-    assert indexed_too_far(dq.pmean, leaf(LARGEST), mesh, method=options) == []
-
-
-def test_no_estimate_has_an_index_beyond_32_bits(data_mesh):
-    options = dq.Compression(bucket_bytes=MOST_IN_BUCKET, max_error=0.1)
-    assert indexed_too_far(dq.pmean, leaf(LARGEST), data_mesh(WORKERS), method=options) == []
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    (
+        ((2, 2), {"bucketing": "striped"}),
+        ((2, 2), {"bucketing": "in_order"}),
+        ((WORKERS,), {"max_error": 0.1}),
+    ),
+    ids=("striped", "in order", "estimate"),
+)
+def test_no_hierarchy_or_estimate_has_an_index_beyond_32_bits(shape, options):
+    names = ("hosts", "local")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    method = dq.Compression(bucket_bytes=MOST_IN_BUCKET, **options)
+    assert indexed_too_far(dq.pmean, leaf(LARGEST), mesh, method=method) == []
 
 
 def test_no_gradient_of_a_loss_has_an_index_beyond_32_bits(data_mesh):
