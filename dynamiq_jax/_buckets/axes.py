@@ -111,12 +111,7 @@ def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
 
 
 def axes_of_mesh(axis_name: Any, mesh: Any, argument: str = "axis_name") -> tuple[str, ...]:
-    """Return the names of one axis of a mesh or of several.
-
-    Args:
-      axis_name: a name, or a tuple of them.
-      mesh: the mesh.
-      argument: name of the argument of the user, for errors.
+    """Return the names of one axis of a mesh or of several; see `axis_names`.
 
     Raises:
       TypeError: there is no mesh.

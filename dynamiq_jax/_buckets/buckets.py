@@ -83,16 +83,10 @@ def sort_leaves(
     split_over: Sequence[tuple[str, ...]],
     rules: CutRules,
 ) -> Sorted:
-    """Sort leaves into buckets.
+    """Sort leaves into buckets, by their methods of the policy; None is an uncompressed leaf.
 
-    Args:
-      leaves: anything with `shape` and `dtype`.
-      axes: axes of the collective.
-      request: what the call asks for.
-      methods: method of each leaf by the policy; None for an uncompressed leaf.
-      split_over: further axes along which the values of each leaf differ. Leaves of different axes
-        never share a bucket, so that one that is the same along an axis stays the same.
-      rules: how leaves are cut.
+    Leaves whose values differ along other further axes (`split_over`) never share a bucket, so that
+    one that is the same along an axis stays the same.
 
     Raises:
       ValueError: a leaf that is too large for one bucket, and cannot be cut.

@@ -20,12 +20,7 @@ _TOGETHER = 2**20
 
 
 def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
-    """Cut an array [rows, columns] into pieces of some columns, from its first one on.
-
-    Args:
-      rows: the array.
-      sizes: columns of the pieces. The array may have more than all of them.
-    """
+    """Cut an array [rows, columns] into pieces of some columns, from its first one on."""
     sizes = tuple(sizes)
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
     segments = [
@@ -36,12 +31,7 @@ def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
 
 
 def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
-    """Join arrays [rows, columns] along their columns.
-
-    Args:
-      pieces: the arrays.
-      columns: columns of the result, which ends with zeros; by default as many as in all pieces.
-    """
+    """Join arrays [rows, columns] along their columns, to some columns that end with zeros."""
     sizes = tuple(piece.shape[1] for piece in pieces)
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
     segments = [
@@ -63,11 +53,9 @@ def as_vector(rows: Sequence[Array], multiple: int) -> Array:
 
 
 def copied(sources: Sequence[Array], table: Table) -> list[Array]:
-    """Copy segments of arrays to others, in few operations or in ones that XLA fuses with others.
+    """Copy segments of arrays [rows, columns] of one dtype to others.
 
-    Args:
-      sources: arrays [rows, columns], all of the same rows and dtype.
-      table: what is copied where.
+    Operations are few, or such that XLA fuses them with others.
     """
     sizes = [len(segments) for segments in table.by_result]
     pieces = [number for number, size in enumerate(sizes) if size <= 1]

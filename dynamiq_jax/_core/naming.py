@@ -26,14 +26,10 @@ def make(
     hint: str = "",
     named: Mapping[str, Callable[[str], Any]] | None = None,
 ) -> Any:
-    """Make an object with changed fields.
+    """Make an object of a known name with changed fields.
 
-    Args:
-      argument: name of the argument, for errors.
-      text: a name that is known, then options.
-      known: name to a function that makes the object with its default fields.
-      hint: what to add to the error about a word that is not an option.
-      named: fields whose values are names, to functions of a name to its object.
+    The hint is added to the error about a word that is not an option. Values of the fields in
+    `named` are names, which its functions take.
 
     Raises:
       ValueError: an option is not possible.

@@ -107,11 +107,7 @@ def managed_axes(mesh: Any) -> dict[str, int]:
 def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: Any) -> Shards:
     """Find the split of the leaves of a tree over the axes that are not manual here.
 
-    Args:
-      names: names of the leaves, for errors.
-      leaves: arrays of the flattened tree, whole along these axes.
-      tree: the tree.
-      specs: as a user gives them; see `leaf_specs`. None where types carry shardings.
+    Without specs of the user, shardings are those of the types.
 
     Raises:
       ValueError: no specs beside an axis that the compiler manages; specs that do not fit.
@@ -129,11 +125,7 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
 
 
 def unknown_specs(automatic: Mapping[str, int]) -> MistakeError:
-    """Return the error of leaves that axes which the compiler manages may split in any way.
-
-    Args:
-      automatic: sizes of these axes, by name.
-    """
+    """Return the error of leaves that axes which the compiler manages may split in any way."""
     name, size = next(iter(automatic.items()))
     return MistakeError(
         "whole gradient",
@@ -185,10 +177,8 @@ def spread(specs: Any, tree: Any) -> list[Any]:
 def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
-    Args:
-      tree: the tree.
-      specs: tree of PartitionSpecs or NamedShardings like the tree, or a prefix, with None for
-        leaves that are not split; or a function from the tree to specs.
+    A user gives PartitionSpecs or NamedShardings in a tree like that of the leaves, or a prefix of
+    it, with None for leaves that are not split; or a function from the tree to specs.
 
     Raises:
       ValueError: specs do not fit the tree.

@@ -69,12 +69,7 @@ class Plan:
         return tuple(P(names) if names else P() for names in axes)
 
     def bytes_by_leaf(self, bucket: Bucket, sent: int) -> dict[int, float]:
-        """Return the shares of the leaves of a bucket in its bytes, by their coordinates.
-
-        Args:
-          bucket: the bucket.
-          sent: bytes of all of it.
-        """
+        """Return the shares of the leaves of a bucket in its bytes, by their coordinates."""
         sizes = {index: math.prod(self.parts[index].shape) for index in bucket.leaves}
         whole = sum(sizes.values())
         return {index: sent * size / whole for index, size in sizes.items()}
@@ -161,16 +156,7 @@ def make_plan(
     request: Request,
     methods: Sequence[Method | None],
 ) -> Plan:
-    """Plan a call.
-
-    Args:
-      collective: kind of collective, and its axes.
-      named: path and leaf: anything with `shape` and `dtype`, whole along the axes of the shards.
-      structure: structure of the tree.
-      shards: how devices split the leaves.
-      request: what the call asks for.
-      methods: method of each leaf; None for uncompressed ones.
-    """
+    """Plan a call, of leaves by their paths, whole along the axes of the shards."""
     collective = measured(collective, request)
     own = set(collective.axes.names)
     names = tuple(name for name, _ in named)

@@ -17,12 +17,8 @@ _MOST = 40  # characters of the kind and of the paths in a name; the hash has al
 def state_name(kind: str, leaves: Sequence[str], *facts: Any) -> str:
     """Return the name of a state: its kind, its leaves, and a hash of both and of further facts.
 
-    It is the same in all processes and versions of Python, and fit for the name of a file.
-
-    Args:
-      kind: what the state means, and which methods can take it over.
-      leaves: paths of the leaves that it belongs to, in their order.
-      *facts: everything else that it belongs to: numbers, strings, and lists of these.
+    It is the same in all processes and versions of Python, and fit for the name of a file. Facts
+    are numbers, strings, and lists of these.
 
     >>> state_name("ErrorFeedback", ["layers/0/kernel", "layers/1/kernel", "layers/2/kernel"], [64])
     'ErrorFeedback-layers_0_kernel_layers_1_kernel_and_1_more-3838df686e3a'

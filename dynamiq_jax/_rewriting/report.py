@@ -14,7 +14,7 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
-from dynamiq_jax._core.text import short_name
+from dynamiq_jax._core.text import aligned, short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._rewriting.evaluate import Evaluator
@@ -72,14 +72,8 @@ class CompressReport:
         rows: list[tuple[str, ...]] = [_TITLES, *counted]
         if any(number):
             rows = [(first, *row) for first, row in zip(["", *number], rows, strict=True)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if "bytes" in title or title == "after" else cell.ljust(width)
-                for cell, width, title in zip(row, widths, rows[0], strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        numbers = [rows[0].index(title) for title in ("bytes before", "after")]
+        lines = aligned(rows, right=numbers)
         if not self.compressed:
             lines.append("Nothing is compressed: each of these sums stays exact.")
         return "\n".join(lines)
