@@ -444,31 +444,6 @@ def test_a_process_that_traces_alone_again_waits_shorter(pair, monkeypatch):
     assert sum(waits) == 1000 * exchange.PATIENCE
 
 
-def test_threads_may_trace_in_any_order(monkeypatch):
-    """Thread of one process waits until the other process traces the same in its second one."""
-    _, pair = exchanges_of(2)
-    names = [f"step {number}" for number in range(4)]
-    errors = []
-
-    def trace(one: exchange.Exchange, name: str) -> None:
-        try:
-            one.agree({"a": name}, (0, 1))
-        except Exception as error:
-            errors.append(error)
-
-    threads = []
-    for one, order in zip(pair, (names, names[::-1]), strict=True):
-        for name in order:
-            thread = threading.Thread(target=trace, args=(one, name))
-            thread.start()
-            threads.append(thread)
-            time.sleep(0.3)  # so each process waits with one before it traces the next one
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not errors
-
-
 def test_a_late_process_that_differs_is_the_one_that_raises(pair):
     """Those who went on may be stuck; if they trace again, they raise the same."""
     trace_alone(pair[0], {"a": "1"})
