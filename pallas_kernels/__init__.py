@@ -22,15 +22,12 @@
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     _mosaic_tpu     fused kernels for TPUs from v5e on
     modes           kernels that are interpreted, or compiled for another machine
-    message_types   messages as bytes and as words
+    message_types   messages as bytes, words and units of 16 bits
     first_use       check of a backend before it is used on a kind of device
-    known_outputs   digests of outputs of the base, for a backend that rounds as the base does
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base
     native_blocks   formats with one width in `_native`: MX and block integers
     row_blocks      loops over blocks of rows, for backends without kernels
-    segments        tables of segments that are copied from some arrays to others
-    slices          copies as slices and concatenations
     copies          copies as one operation, which is one custom call on CPUs
     _jax            base of the whole project: versions of JAX, threads, order of operations
 

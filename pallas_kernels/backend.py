@@ -9,6 +9,7 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -25,8 +26,9 @@ Operation = Callable[..., Any]  # a method of `Backend`, such as `Backend.hop`
 class Backend(abc.ABC):
     """Operations on whole messages by one kind of programs.
 
-    Every backend returns the bytes of the base, `pallas_kernels.registry.BASE`. Messages are arrays
-    of `message_dtype`. `pallas_kernels.operations` describes all arguments and results.
+    `pallas_kernels.operations` describes all of them. Every backend returns the bytes of the base,
+    `pallas_kernels.registry.BASE`, and the norms of the base but for the order of additions, which
+    differs only where `rounds_as_base` is False. Messages are arrays of `message_dtype`.
     """
 
     name: ClassVar[str]  # that users give as `implementation`
@@ -47,13 +49,8 @@ class Backend(abc.ABC):
         """Return the reason why the backend cannot run an operation; None if it can.
 
         Such an operation is left to the base, for the widths, spacings, shapes or dtypes that a
-        backend has no code for.
-
-        Args:
-          operation: the operation, such as `Backend.hop`.
-          *arrays: its arguments, of which only shapes and dtypes may be read. Chunks and turns may
-            be numbers.
-          layout: static layout of a message; None for `statistics`.
+        backend has no code for. Of the arrays only shapes and dtypes may be read, and chunks and
+        turns may be numbers.
         """
         return None
 
@@ -69,56 +66,42 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def statistics(self, rows: Array, /) -> Array:
-        """Compute norms; see `pallas_kernels.operations.statistics`.
-
-        Law: those of the base, but for the order of additions where `rounds_as_base` is False.
-        """
+        """Compute the norm of every row."""
 
     @abc.abstractmethod
     def hop(
         self, payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout
     ) -> Array:
-        """Encode a partial sum; see `pallas_kernels.operations.hop`.
-
-        Without a received message, uint8 [0, length], it is the first one of the local rows.
-
-        Law: the bytes of the base.
-        """
+        """Encode the sum of received messages, which may be none, and local rows."""
 
     @abc.abstractmethod
     def decompress_accumulate(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> Array:
-        """Sum rows; see `pallas_kernels.operations.decompress_accumulate`.
-
-        Law: the values that `hop` encodes.
-        """
+        """Sum received messages and local rows: the values that `hop` encodes."""
 
     @abc.abstractmethod
     def decompress(self, payloads: Array, places: Places, *, layout: Layout) -> Array:
-        """Decode all chunks; see `pallas_kernels.operations.decompress`.
-
-        Law: of the messages of local rows it is those rows, rounded.
-        """
+        """Decode the messages of all chunks to rows in their original order."""
 
     # Operations made of these, for sections 1 and 7 of docs/wire_format.md.
 
     def solve(self, energies: Array, *, layout: Layout) -> Array:
-        """Solve for widths; see `pallas_kernels.operations.solve`."""
+        """Solve for the rows of every plane."""
         return layout.solve(energies)
 
     def sort(self, words: Array, /) -> Array:
-        """Sort words; see `pallas_kernels.operations.sort`."""
+        """Sort words that all differ."""
         return sort_words(words)
 
     def energies(self, payloads: Array, *, layout: Layout) -> Array:
-        """Compute energies of rows; see `pallas_kernels.operations.energies`."""
+        """Compute logarithms of the energies of the rows of messages."""
         return scales.row_energies(*layout.scales(payloads)).astype(jnp.int32)
 
     def scaled_sums(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> tuple[Array, Array]:
-        """Sum rows, and compute scales; see `pallas_kernels.operations.scaled_sums`."""
+        """Sum received messages and local rows, and compute the scales of the sums."""
         rows = self.decompress_accumulate(payloads, local, chunk, layout=layout)
         of_rows = scales.quantize_scales(scales.group_maxima(rows, layout.group_size))
         return rows, layout.with_scales(jnp.zeros_like(payloads[0]), *of_rows)
@@ -126,7 +109,7 @@ class Backend(abc.ABC):
     def decompress_sums(
         self, payloads: Array, places: Places, table: Array, *, layout: Layout
     ) -> Array:
-        """Decode sums; see `pallas_kernels.operations.decompress_sums`."""
+        """Decode messages whose scales are in the order of another table."""
         group_bytes, super_bits = layout.scales(payloads)
         ordered = (
             places,
@@ -140,25 +123,22 @@ class Backend(abc.ABC):
     # Uses of any operation.
 
     def derives(self, operation: Operation) -> bool:
-        """Return whether an operation is made of the others: this class makes it, not the backend.
-
-        Args:
-          operation: the operation, such as `Backend.solve`.
-        """
+        """Return whether an operation is made of the others, by this class."""
         return getattr(type(self), operation.__name__) is operation
 
     def run(self, operation: Operation, *arrays: Any, **static: Any) -> Any:
-        """Run an operation on messages of any type.
-
-        Args:
-          operation: the operation, such as `Backend.hop`.
-          *arrays: its arguments. A message that it returns has the type of those that it receives.
-          **static: its layout, if it takes one.
-        """
+        """Run an operation on messages of any type; those that it returns have the same type."""
         function = getattr(self, operation.__name__)
-        if takes_messages(operation):
-            function = message_types.adapt(function, arrays[0].dtype, self.message_dtype)
-        return function(*arrays, **static)
+        if not takes_messages(operation) or arrays[0].dtype == self.message_dtype:
+            return function(*arrays, **static)
+        payloads, *others = arrays
+        results = function(message_types.convert(payloads, self.message_dtype), *others, **static)
+
+        def converted(result: Array) -> Array:
+            is_message = result.dtype == self.message_dtype
+            return message_types.convert(result, payloads.dtype) if is_message else result
+
+        return jax.tree.map(converted, results)
 
 
 def takes_messages(operation: Operation) -> bool:

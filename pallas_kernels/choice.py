@@ -22,10 +22,7 @@ _logger = logging.getLogger("pallas_kernels")
 
 
 def check(implementation: str | None) -> None:
-    """Check that a backend can run on this machine.
-
-    Args:
-      implementation: name of the backend; None for the fastest one, which always can.
+    """Check that a backend can run on this machine; the fastest one, None, always can.
 
     Raises:
       ValueError: the named backend does not exist, or this machine cannot run it.
@@ -38,9 +35,6 @@ def message_dtype(implementation: str | None) -> DTypeLike:
     """Return the type of messages in a program: uint8, or uint32 where kernels for TPUs make them.
 
     A TPU takes longer to turn words into bytes than the kernels take for all the rest.
-
-    Args:
-      implementation: name of a backend; None for the fastest one on the default devices.
     """
     if implementation is not None:
         return _named(implementation).message_dtype
@@ -62,7 +56,16 @@ def run(implementation: str | None, operation: Operation, *arrays: Any, **static
     """
     if implementation is not None:
         backend = _named(implementation)
-        _check_for(backend, operation, *arrays, **static)
+        if reason := backend.why_not_for(operation, *arrays, **static):
+            raise ValueError(
+                f"implementation={backend.name!r} cannot run this: {reason}. Use None (the fastest "
+                "one) or 'xla'."
+            )
+        if reason := first_use.reason_against(backend, BASE):
+            raise ValueError(
+                f"implementation={backend.name!r} is refused: {reason}. Use None or 'xla', or set "
+                f"{first_use.SWITCH}=0 to use it all the same. `dynamiq-jax verify` says more."
+            )
         return backend.run(operation, *arrays, **static)
     chosen = fastest(operation, *arrays, **static)
     if modes.is_for_this_machine():
@@ -76,7 +79,7 @@ def run(implementation: str | None, operation: Operation, *arrays: Any, **static
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Operation of a backend."""
+    """Operation of a backend, as a value: calls that are alike are traced once."""
 
     backend: Backend
     operation: Operation
@@ -111,10 +114,7 @@ def fastest(operation: Operation, *arrays: Any, **static: Any) -> dict[str, Back
 
 
 def is_native() -> bool:
-    """Return whether the native codec is the default on CPU devices.
-
-    Formats with one width, such as MXFP8, run in it too, without a check of their own.
-    """
+    """Return whether the native codec is the default on CPU devices, also for MXFP8 and alike."""
     native = BACKENDS["native"]
     return fastest(Backend.statistics, _ROWS).get(native.platform) is native
 
@@ -122,8 +122,7 @@ def is_native() -> bool:
 def default() -> str:
     """Describe the backend of programs for the default devices, and the reasons against others.
 
-    Returns:
-      One line, such as "the codec runs on cpu by 'native' (C++ with avx2)".
+    It is one line, such as "the codec runs on cpu by 'native' (C++ with avx2)".
     """
     chosen = fastest(Backend.statistics, _ROWS)
     backend = chosen.get(here(), BASE)
@@ -164,17 +163,3 @@ def _named(name: str) -> Backend:
             "'xla'."
         )
     return BACKENDS[name]
-
-
-def _check_for(backend: Backend, operation: Operation, *arrays: Any, **static: Any) -> None:
-    """Check that a backend that the user named can run an operation, and passed its check."""
-    if reason := backend.why_not_for(operation, *arrays, **static):
-        raise ValueError(
-            f"implementation={backend.name!r} cannot run this: {reason}. Use None (the fastest "
-            "one) or 'xla'."
-        )
-    if reason := first_use.reason_against(backend, BASE):
-        raise ValueError(
-            f"implementation={backend.name!r} is refused: {reason}. Use None or 'xla', or set "
-            f"{first_use.SWITCH}=0 to use it all the same. `dynamiq-jax verify` says more."
-        )

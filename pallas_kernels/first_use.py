@@ -2,9 +2,13 @@
 
 A compiler that nobody has tried may fail, hang or make wrong code. So before a kernel becomes part
 of a program for this machine, all operations of its backend run once on a small message, on a
-device of each kind that is here. Their outputs are compared with those of the base, or with digests
-that are known in advance. If they differ, the default uses the base instead, with one warning, and
-a backend that was named is refused. The result is kept for the rest of the process.
+device of each kind that is here. Their outputs are compared with those of the base. If they differ,
+the default uses the base instead, with one warning, and a backend that was named is refused. The
+result is kept for the rest of the process.
+
+A backend that rounds as the base does is the default on CPUs, so that it is checked in every
+process, and the base takes its compiler seconds. So digests of outputs are known in advance: those
+of a base whose products and sums round once, without what has no meaning, and the bits of NaN.
 
 Processes decide by themselves, from devices of their own. Devices of one kind come to one result.
 Where they do not, such as after a time-out on one host, `dynamiq_jax` compares the `refused`
@@ -15,6 +19,7 @@ are interpreted or compiled for another machine (`Backend.needs_check`).
 """
 
 import dataclasses
+import hashlib
 import os
 import threading
 import warnings
@@ -24,11 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import known_outputs
 from pallas_kernels._jax.own_thread import in_own_thread
 from pallas_kernels.backend import Backend
-from pallas_kernels.codec import LocalRows, Quantizer
-from pallas_kernels.differences import compare
+from pallas_kernels.codec import Quantizer
+from pallas_kernels.differences import compare, without_meaningless
 from pallas_kernels.trial import Trial, make_trial
 
 SWITCH = "DYNAMIQ_CHECK_KERNELS"
@@ -43,6 +47,28 @@ _WIDTHS = (0, *range(2, 17), 5, 5, 5, 5)
 _HARD = ("zeros", "NaN", "tiny", "Inf", "many zeros")
 _DENSE_WIDTH = 7
 
+# Trials of outputs that are known: group size, gap ratio, rounding, and dtype of the local rows. So
+# many rows that several threads take part.
+KNOWN = {
+    "default": (32, 2.7, "correlated", jnp.float32),
+    "uniform": (8, 1.0, "independent", jnp.bfloat16),
+    "narrow gaps": (16, 1.3, "nearest", jnp.float16),
+}
+_KNOWN_WIDTHS = (0, *range(2, 17)) * 5
+_FIRST = "first messages"
+# Of each of these trials.
+DIGESTS = {
+    _FIRST: ("8676d57a35b92891", "a428df3fadcfdb7b", "5c0451c6c10ca638"),
+    "compress": ("6e191b0ec579a345", "e180718a2ff10f10", "9a682479c8f7b080"),
+    "decompress": ("d079581d6acf01ea", "66c938e45cf8fb55", "6f5b15957086c265"),
+    "decompress of sums": ("abeff4d9910156f3", "3925d030a0255743", "f325975d19063243"),
+    "decompress_accumulate": ("3a096c77ea8045ab", "17adc9ce7aa12d03", "ea3b4b182b1254c1"),
+    "hop": ("9df9fb2cdb2a2e29", "b8878b8d232206ff", "a81e9b5a164dec8f"),
+    "hop of several": ("d7df00d0e7f085e8", "f726b62e7ea56a48", "89c385738230c5f4"),
+    "order": ("44af0d10033b6dd4",) * len(KNOWN),
+    "scales of sums": ("e5bbe3dc051458f4", "43fa717dbadd8ab0", "633a6ba5624c93e1"),
+}
+
 # Backend and kind of device to the reason why the backend is refused; None if it is right.
 _reasons: dict[tuple[str, str], str | None] = {}
 _lock = threading.Lock()
@@ -50,10 +76,6 @@ _lock = threading.Lock()
 
 def reason_against(backend: Backend, base: Backend) -> str | None:
     """Check a backend on each kind of device of this process, unless that was done before.
-
-    Args:
-      backend: the backend.
-      base: the base, with which it is compared.
 
     Returns:
       The reason why the backend is refused; None if it is right, or is not checked.
@@ -89,42 +111,95 @@ def small_trial() -> Trial:
     return make_trial(quantizer, _WIDTHS, hard=_HARD, dense_width=_DENSE_WIDTH, apart=0)
 
 
-def difference(backend: Backend, base: Backend) -> str | None:
-    """Describe how a backend differs from the base in the small message; None if it does not.
+def known_trial(name: str) -> Trial:
+    """Return a trial of `KNOWN`."""
+    group_size, gap_ratio, rounding, dtype = KNOWN[name]
+    quantizer = Quantizer(
+        group_size=group_size,
+        spacing="quadratic",
+        gap_ratio=gap_ratio,
+        rounding=rounding,  # type: ignore[arg-type]
+    )
+    return make_trial(quantizer, _KNOWN_WIDTHS, dtype=np.dtype(dtype))
 
-    Messages are compared bit for bit. Norms and decoded values may differ by a rounding. A backend
-    that rounds as the base does is compared with `known_outputs` instead.
+
+def difference(backend: Backend, base: Backend) -> str | None:
+    """Describe how a backend differs from the base; None if it does not.
+
+    Messages are compared bit for bit. Norms and decoded values may differ by a rounding, but for
+    values of a backend that rounds as the base does.
     """
     if backend.rounds_as_base:
-        return known_outputs.difference(backend)
+        return _difference_from_known(backend)
     trial = small_trial()
-    local, narrow = trial.local, trial.local.rows.astype(jnp.bfloat16)
-
-    def send(other: LocalRows) -> Any:
-        return dataclasses.replace(trial, other=other).send(base)
-
-    messages = jax.jit(send)(trial.other)
-
-    def outputs(of: Backend) -> dict[str, Any]:
-        def run(local: LocalRows, narrow: Any, messages: Any) -> dict[str, Any]:
-            calls = dataclasses.replace(trial, local=local).calls(messages)
-            # Loads of both usual dtypes are tried. Another call takes the compiler longer, and
-            # says little.
-            of_narrow = local._replace(rows=narrow)
-            calls["hop"] = dataclasses.replace(trial, local=of_narrow).calls(messages)["hop"]
-            del calls["hop of several"]
-            # The others are made of these.
-            return {n: c.by(of) for n, c in calls.items() if not backend.derives(c.operation)}
-
-        return jax.tree.map(np.asarray, jax.jit(run)(local, narrow, messages))
-
-    of_base = outputs(base)
-    for name, ours in outputs(backend).items():
-        found = compare(ours, of_base[name], trial.layout, trial.widths)
-        may_round = ours.dtype != np.uint8
+    messages = _sent(trial, base)
+    ours, of_base = (
+        _outputs(trial, messages, each, own=backend, is_short=True) for each in (backend, base)
+    )
+    for name in ours:
+        found = compare(ours[name], of_base[name], trial.layout, trial.widths)
+        may_round = ours[name].dtype != np.uint8
         if found.differing and not (may_round and found.is_rounding):
             return f"{name}: {found.text}"
     return None
+
+
+def _sent(trial: Trial, backend: Backend) -> Any:
+    """Compute the first messages; the rows are an argument of the program."""
+    return jax.jit(lambda other: dataclasses.replace(trial, other=other).send(backend))(trial.other)
+
+
+def _outputs(
+    trial: Trial, messages: Any, backend: Backend, *, own: Backend, is_short: bool = False
+) -> dict[str, Any]:
+    """Compute the outputs of the calls that a backend, `own`, does not make of others."""
+
+    def run(local: Any, narrow: Any, messages: Any) -> dict[str, Any]:
+        calls = dataclasses.replace(trial, local=local).calls(messages)
+        if is_short:
+            # Loads of both usual dtypes are tried. Another call takes the compiler longer, and says
+            # little.
+            of_narrow = dataclasses.replace(trial, local=local._replace(rows=narrow))
+            calls["hop"] = of_narrow.calls(messages)["hop"]
+            del calls["hop of several"]
+        return {n: c.by(backend) for n, c in calls.items() if not own.derives(c.operation)}
+
+    narrow = trial.local.rows.astype(jnp.bfloat16)
+    return jax.tree.map(np.asarray, jax.jit(run)(trial.local, narrow, messages))
+
+
+def _difference_from_known(backend: Backend) -> str | None:
+    for number, name in enumerate(KNOWN):
+        trial = known_trial(name)
+        found = known_outputs(backend, trial, own=backend)
+        rows = np.asarray(trial.local.rows).astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            norms = np.sqrt(np.sum(rows * rows, axis=1)).astype(np.float32)
+        of_norms = compare(found.pop("statistics"), norms, trial.layout, trial.widths)
+        if not of_norms.is_rounding:
+            return f"statistics of {name!r} rows: {of_norms.text}"
+        for output, value in found.items():
+            if digest(value, trial) != DIGESTS[output][number]:
+                return f"{output} of {name!r} rows: bytes are not those of the base"
+    return None
+
+
+def known_outputs(backend: Backend, trial: Trial, *, own: Backend) -> dict[str, Any]:
+    """Compute the outputs of a trial whose first messages are of the same backend."""
+    sent = np.asarray(_sent(trial, backend))
+    # With other scales, codes without a meaning would decode to something.
+    messages = np.stack([without_meaningless(m, trial.layout, trial.widths) for m in sent])
+    return {_FIRST: messages, **_outputs(trial, messages, backend, own=own)}
+
+
+def digest(output: Any, trial: Trial) -> str:
+    """Return a digest of the bytes of an output that have a meaning."""
+    output = np.asarray(output)
+    if output.dtype == np.uint8 and output.ndim == 1:
+        output = without_meaningless(output, trial.layout, trial.widths)
+    elif output.dtype == np.float32:
+        output = np.where(np.isnan(output), np.float32(np.nan), output)
+    return hashlib.sha256(output.tobytes()).hexdigest()[:16]
 
 
 def _tried(backend: Backend, base: Backend, device: jax.Device) -> str | None:

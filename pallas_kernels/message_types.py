@@ -1,13 +1,9 @@
-"""Messages as bytes and as words of 32 bits.
+"""Messages as bytes, as words of 32 bits, and as units of 16 bits in kernels for GPUs.
 
 A byte array on a TPU keeps bytes of other words in one register, so a program carries the type that
 its kernels read and write.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -31,18 +27,11 @@ def convert(messages: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(messages.reshape(*batch, count, _WORD), jnp.uint32)
 
 
-def adapt(function: Callable[..., Any], given: DTypeLike, taken: DTypeLike) -> Callable[..., Any]:
-    """Return an operation on messages of type `given` from one on messages of type `taken`.
+def as_units(payloads: Array) -> Array:
+    """View bytes, uint8 [..., bytes], in units of 16 bits, which divide every section."""
+    return lax.bitcast_convert_type(payloads.reshape(*payloads.shape[:-1], -1, 2), jnp.uint16)
 
-    A result that is a message gets the type of those that are given, too.
-    """
-    if given == taken:
-        return function
 
-    def operation(payloads: Array, *args: Any, **static: Any) -> Any:
-        results = function(convert(payloads, taken), *args, **static)
-        return jax.tree.map(
-            lambda result: convert(result, given) if result.dtype == taken else result, results
-        )
-
-    return operation
+def of_units(message: Array) -> Array:
+    """Invert `as_units`, for one message."""
+    return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)

@@ -1,7 +1,16 @@
 """The operations of the codec on whole messages, each run by one of several backends.
 
 Operations take the local array as it lies in memory, the table of places and the index of the
-chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass.
+chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass:
+
+    payloads        messages that arrived, [received, length] of one chunk (one in a ring), or
+                    [num_chunks, length] of all of them
+    local           rows of the bucket, their places and the seed
+    chunk, turn     index of the chunk, and number of this compression of it: see section 4 of
+                    docs/wire_format.md
+    places          places of all rows
+    layout          static layout of a message
+    implementation  name of a backend, or None for the fastest one: see `pallas_kernels.choice.run`
 
 A message is an array of bytes, uint8 [payload_bytes], or of words, uint32 [payload_bytes / 4].
 Every operation takes both. A `hop` writes the type that it receives, and `compress` starts with the
@@ -19,11 +28,7 @@ from pallas_kernels.codec.ordering import LocalRows, Places
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
-    """Compute the L2 norm of every row.
-
-    Args:
-      rows: [rows, 256], of a floating dtype.
-      implementation: backend, see `pallas_kernels.choice.run`.
+    """Compute the L2 norm of every row, [rows, 256] of a floating dtype.
 
     Returns:
       float32 [rows]; the norm of a row that holds NaN or Inf is not finite.
@@ -39,18 +44,7 @@ def compress(
     layout: Layout,
     implementation: str | None = None,
 ) -> Array:
-    """Encode one chunk of the local rows.
-
-    Args:
-      local: rows of the bucket, their places and the seed.
-      chunk: index of the chunk.
-      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
-      layout: static layout of the message.
-      implementation: backend, see `pallas_kernels.choice.run`.
-
-    Returns:
-      The message.
-    """
+    """Encode one chunk of the local rows: the first message on its path."""
     dtype = choice.message_dtype(implementation)
     nothing = jnp.zeros((0, message_types.length(layout.payload_bytes, dtype)), dtype)
     return hop(nothing, local, chunk, turn, layout=layout, implementation=implementation)
@@ -65,15 +59,9 @@ def hop(
     layout: Layout,
     implementation: str | None = None,
 ) -> Array:
-    """Decode received messages of a chunk, add the local rows in float32, and encode the sum.
+    """Decode received partial sums of a chunk, add the local rows in float32, and encode the sum.
 
-    Args:
-      payloads: received partial sums, [received, length]; one in a ring.
-      local: rows of the bucket, their places and the seed.
-      chunk: index of the chunk that the messages are of.
-      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
+    Without a received message, [0, length], it is `compress`.
 
     Returns:
       The message of the new partial sum.
@@ -91,15 +79,8 @@ def decompress_accumulate(
 ) -> Array:
     """Decode received messages of a chunk and add the local rows in float32.
 
-    Args:
-      payloads: received partial sums, [received, length].
-      local: rows of the bucket and their places.
-      chunk: index of the chunk that the messages are of.
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
-
     Returns:
-      The sum, float32 [rows_per_chunk, 256], rows in the order of the message.
+      The sum that `hop` encodes, float32 [rows_per_chunk, 256], rows in the order of the message.
     """
     return choice.run(
         implementation, Backend.decompress_accumulate, payloads, local, chunk, layout=layout
@@ -109,41 +90,19 @@ def decompress_accumulate(
 def decompress(
     payloads: Array, places: Places, *, layout: Layout, implementation: str | None = None
 ) -> Array:
-    """Decode the messages of all chunks, with rows back in their original order.
-
-    Args:
-      payloads: messages [num_chunks, length].
-      places: places of all rows.
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
-
-    Returns:
-      float32 [num_rows, 256].
-    """
+    """Decode the messages of all chunks: float32 [num_rows, 256], rows in their original order."""
     return choice.run(implementation, Backend.decompress, payloads, places, layout=layout)
 
 
 def sort(words: Array, *, implementation: str | None = None) -> Array:
-    """Sort words that all differ, along the last axis.
-
-    Args:
-      words: uint32 [..., count].
-      implementation: backend, see `pallas_kernels.choice.run`.
-
-    Returns:
-      The words in ascending order, of the same shape.
-    """
+    """Sort words that all differ, uint32 [..., count], along the last axis, in ascending order."""
     return choice.run(implementation, Backend.sort, words)
 
 
 def solve(energies: Array, *, layout: Layout, implementation: str | None = None) -> Array:
-    """Solve for the widths of the rows of chunks.
+    """Solve for the widths of the rows of chunks; see `codec.Allocation.solve`.
 
-    Args:
-      energies: logarithms of the energies of rows, int32 [chunks, rows_per_chunk], largest first;
-        see `codec.Allocation.solve`.
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
+    Energies are logarithms, int32 [chunks, rows_per_chunk], largest first.
 
     Returns:
       The number of rows whose codes have bit 0, 1, ..., int32 [chunks, 16].
@@ -159,28 +118,12 @@ def scaled_sums(
     layout: Layout,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
-    """Compute `decompress_accumulate`, and the scales of the sums.
-
-    Args:
-      payloads: received partial sums, [received, length].
-      local: rows of the bucket and their places.
-      chunk: index of the chunk that the messages are of.
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
-
-    Returns:
-      The sum, float32 [rows_per_chunk, 256], and a message that holds its scales, but no codes.
-    """
+    """Compute `decompress_accumulate`, and a message that has the scales of the sums alone."""
     return choice.run(implementation, Backend.scaled_sums, payloads, local, chunk, layout=layout)
 
 
 def energies(payloads: Array, *, layout: Layout, implementation: str | None = None) -> Array:
-    """Compute the energies of the rows of messages, from their scales.
-
-    Args:
-      payloads: messages [count, length].
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
+    """Compute the energies of the rows of messages from their scales.
 
     Returns:
       Logarithms, int32 [count, rows_per_chunk]; see `codec.scales.row_energies`.
@@ -196,18 +139,10 @@ def decompress_sums(
     layout: Layout,
     implementation: str | None = None,
 ) -> Array:
-    """Decode messages like `decompress`, whose scales are in the order of another table.
+    """Compute `decompress` of messages whose scales are in the order of another table.
 
-    Args:
-      payloads: messages [num_chunks, length].
-      places: places of all rows.
-      table: where a message has the scales of the row of each place, int32 [num_chunks,
-        rows_per_chunk].
-      layout: static layout of a message.
-      implementation: backend, see `pallas_kernels.choice.run`.
-
-    Returns:
-      float32 [num_rows, 256].
+    The table has the place of the scales of the row at each place, int32 [num_chunks,
+    rows_per_chunk].
     """
     return choice.run(
         implementation, Backend.decompress_sums, payloads, places, table, layout=layout

@@ -12,14 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pallas_kernels.backend import Backend, Operation, takes_layout
-from pallas_kernels.codec import (
-    SUPER_GROUP_SIZE,
-    Allocation,
-    Layout,
-    LocalRows,
-    Places,
-    Quantizer,
-)
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Allocation, Layout, LocalRows, Places, Quantizer
 from pallas_kernels.codec.packing import MAX_WIDTH
 from pallas_kernels.codec.rounding import mix
 
@@ -81,11 +74,9 @@ class Trial:
         return jax.lax.map(send_chunk, np.arange(self.layout.num_chunks, dtype=np.int32))
 
     def calls(self, messages: Any) -> dict[str, OperationCall]:
-        """Return a call of every operation, by name.
+        """Return a call of every operation, by name, on messages of all chunks.
 
-        Args:
-          messages: messages of all chunks. Those of other chunks are decoded as well as those of
-            the chunk: its widths are theirs.
+        Those of other chunks are decoded as well as those of the chunk: its widths are theirs.
         """
         local, chunk, first, second = self.local, np.int32(CHUNK), np.int32(0), np.int32(1)
         chunks, rows = local.places.order.shape
@@ -104,67 +95,30 @@ class Trial:
             "scales of sums": (messages[:1], local, chunk),
             "decompress of sums": (messages, local.places, table),
         }
+        layout = {"layout": self.layout}
         return {
-            name: OperationCall(
-                operation,
-                arrays[name],
-                {"layout": self.layout} if takes_layout(operation) else {},
-            )
+            name: OperationCall(operation, arrays[name], layout if takes_layout(operation) else {})
             for name, operation in CALLS.items()
         }
 
 
-def _zeros(row: Row) -> None:
-    row[:] = 0
+def _with(row: Row, at: int | slice, value: Any) -> Row:
+    changed = row.copy()
+    changed[at] = value
+    return changed
 
 
-def _many_zeros(row: Row) -> None:
-    row[::3] = 0
-
-
-def _tiny(row: Row) -> None:
-    row *= np.float32(1e-25)
-
-
-def _nan(row: Row) -> None:
-    row[7] = np.nan
-
-
-def _infinite(row: Row) -> None:
-    row[100] = np.inf
-
-
-def _minus_infinite(row: Row) -> None:
-    row[50] = -np.inf
-
-
-def _subnormal(row: Row) -> None:
-    row[:] = row.astype(np.float64) * 1e-40
-
-
-def _huge(row: Row) -> None:
-    row[0] = 2.0**127
-
-
-def _alike(row: Row) -> None:
-    row[:] = row[0]
-
-
-def _outliers(row: Row) -> None:
-    row[31:33] = -0.0, 1e30
-
-
-HARD: Mapping[str, Callable[[Row], None]] = {
-    "zeros": _zeros,
-    "many zeros": _many_zeros,
-    "tiny": _tiny,
-    "NaN": _nan,
-    "Inf": _infinite,
-    "subnormal": _subnormal,
-    "huge": _huge,
-    "alike": _alike,
-    "-Inf": _minus_infinite,
-    "outliers": _outliers,
+HARD: Mapping[str, Callable[[Row], Row]] = {
+    "zeros": np.zeros_like,
+    "many zeros": lambda row: _with(row, slice(None, None, 3), 0),
+    "tiny": lambda row: row * np.float32(1e-25),
+    "NaN": lambda row: _with(row, 7, np.nan),
+    "Inf": lambda row: _with(row, 100, np.inf),
+    "subnormal": lambda row: (row.astype(np.float64) * 1e-40).astype(np.float32),
+    "huge": lambda row: _with(row, 0, 2.0**127),
+    "alike": lambda row: np.full_like(row, row[0]),
+    "-Inf": lambda row: _with(row, 50, -np.inf),
+    "outliers": lambda row: _with(row, slice(31, 33), (-0.0, 1e30)),
 }
 
 
@@ -211,7 +165,7 @@ def make_trial(
         made[sparse] *= np.arange(SUPER_GROUP_SIZE) % 32 == 5
         for number, place in enumerate(range(apart * worker, rows, 3)):
             for index in order[:, place]:
-                HARD[hard[number % len(hard)]](made[index])
+                made[index] = HARD[hard[number % len(hard)]](made[index])
         with np.errstate(over="ignore"):
             return made.astype(dtype)
 

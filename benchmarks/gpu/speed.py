@@ -13,8 +13,8 @@ from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import Row, add_ratios, make_row, matching, print_rows, print_title
 
 # Rows of a program and its warps are no choice of users: the sweep takes the backend itself.
+from pallas_kernels._triton import Triton
 from pallas_kernels._triton.blocks import LaunchConfig
-from pallas_kernels._triton.kernels import hop
 
 _HOP = ("hop", "triton")
 
@@ -97,7 +97,7 @@ def _sweep(bench: GpuBench, case: GpuCase) -> list[dict[str, Any]]:
     )
     shapes = case.arguments(_HOP, case.shapes)
     for config, key in keys.items():
-        programs[key] = functools.partial(hop, layout=case.layout, config=config), shapes
+        programs[key] = functools.partial(Triton(config).hop, layout=case.layout), shapes
     bench.compile_all(programs)
     arg_sets = case.arg_sets(_HOP, case.make_inputs())
     moved = floor_bytes(*_HOP, case.layout, case.dtype) * case.size

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.copies import copy
-from pallas_kernels.segments import Segment, Table
-from pallas_kernels.slices import slices
+from pallas_kernels.copies import Segment, Table, copy, slices
 
 # Segments of which each is an operation of its own, which XLA may fuse with others.
 _FEW = 8

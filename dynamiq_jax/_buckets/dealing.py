@@ -19,7 +19,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets.cutting import copied, cut
 from pallas_kernels._jax import compat
 from pallas_kernels.codec import SUPER_GROUP_SIZE
-from pallas_kernels.segments import Segment, Table
+from pallas_kernels.copies import Segment, Table
 
 # Coordinates of a small vector, and of neighbors that are dealt as one. Compilers take long for
 # loops that carry thousands of arrays. A vector that is dealt with others needs memory once more,

@@ -28,8 +28,6 @@ else:
 
 
 Tree = TypeVar("Tree")
-
-
 Described = jax.ShapeDtypeStruct | jax.core.ShapedArray
 
 
@@ -42,12 +40,8 @@ def varying_axes(value: Array | Described) -> frozenset[str]:
       value: array, its shape, or its type.
     """
     aval = value if isinstance(value, Described) else jax.typeof(value)
-    manual_axis_type = getattr(aval, "manual_axis_type", None)
-    return (
-        manual_axis_type.varying
-        if manual_axis_type is not None
-        else getattr(aval, "vma", frozenset())
-    )
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
 
 
 def axes_in_scope() -> tuple[str, ...]:
@@ -156,37 +150,17 @@ def has_triton() -> bool:
 
 
 def has_mosaic_gpu() -> bool:
-    """Return whether Pallas can lower and interpret our Mosaic GPU kernels: since JAX 0.11.
+    """Return whether Pallas can lower and interpret our Mosaic GPU kernels.
 
-    JAX 0.10 has neither square roots nor an interpreter there.
+    JAX 0.10 has neither square roots nor an interpreter there. Later versions need absl, which JAX
+    does not install.
     """
-    if jax.__version_info__ < (0, 11):
-        return False
-    try:
-        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    except ImportError:  # it needs absl, which JAX does not install
-        return False
-    return True
-
-
-def has_mosaic_tpu() -> bool:
-    """Return whether Pallas can lower to Mosaic for TPUs."""
-    return importlib.util.find_spec("jax.experimental.pallas.tpu") is not None
+    return jax.__version_info__ >= (0, 11) and importlib.util.find_spec("absl") is not None
 
 
 def mosaic_tpu_views_vectors() -> bool:
     """Return whether a Mosaic TPU kernel can view lines of memory as a vector: not in JAX 0.10."""
     return jax.__version_info__ >= (0, 12)
-
-
-def mosaic_gpu_store(ref: Any, value: Array) -> None:
-    """Store to memory in pieces of any size, for which JAX 0.12 has a function."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 class DistributedProcess(NamedTuple):
@@ -199,12 +173,7 @@ class DistributedProcess(NamedTuple):
 
 _SERVICE = "The coordination service of jax.distributed"
 # Methods of its client that the agreement of processes calls.
-_CLIENT = (
-    "blocking_key_value_get",
-    "key_value_delete",
-    "key_value_dir_get",
-    "key_value_set",
-)
+_CLIENT = ("blocking_key_value_get", "key_value_delete", "key_value_dir_get", "key_value_set")
 
 
 def job() -> DistributedProcess | None:
@@ -247,9 +216,6 @@ def may_hold_custom_calls(context: Any) -> bool:
     XLA cannot partition a custom call, so that its arrays have to be those of one device: it is
     alone, or all axes of the mesh are manual. A program that is exported may run elsewhere. False
     where this version of JAX has other names.
-
-    Args:
-      context: context of a lowering rule.
     """
     module = context.module_context
     try:
@@ -262,9 +228,7 @@ def may_hold_custom_calls(context: Any) -> bool:
 
 
 def only_traces() -> bool:
-    """Return whether the call that traces here does not run what it traces: `jit(f).lower`,
-    `eval_shape`, `make_jaxpr` and alike.
-    """
+    """Return whether the call that traces here, such as `jit(f).lower`, runs nothing of it."""
     calls = _calls_of_jit()
     return bool(calls) and calls[-1].f_code.co_name == _TRACES  # the outermost one decides
 

@@ -1,7 +1,6 @@
 """Equations of traced programs: what differs between versions of JAX."""
 
 import collections
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,6 +50,7 @@ _SILENT = {
     *("axis_index", "pcast", "pvary", "preduced", "reduced_vary_cast", "vary_unreduced_cast"),
     *("vary_unreduced_cast_p", "pbroadcast", "same_over"),
 }
+_JITTED = type(jax.jit(lambda: None))
 
 
 def collective_axes(equation: Equation) -> frozenset[str]:
@@ -88,10 +88,8 @@ def is_loop(equation: Equation) -> bool:
     Not so a `scan` of one turn, or one that is unrolled, be it in part: its last turns may come
     behind the loop.
     """
-    if equation.primitive.name == "while":
-        return True
     is_rolled = equation.params.get("unroll") == 1 and equation.params.get("length") != 1
-    return equation.primitive.name == "scan" and is_rolled
+    return equation.primitive.name == "while" or (equation.primitive.name == "scan" and is_rolled)
 
 
 def without_unused(program: Any) -> Any:
@@ -103,10 +101,9 @@ def without_unused(program: Any) -> Any:
 
 
 def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:
-    """Return a function that evaluates an equation as JAX does: of its inputs that are variables,
-    each once, to its outputs that are used.
+    """Return a function that evaluates an equation as JAX does, with its scopes and source lines.
 
-    Names of scopes, source lines and contexts are kept.
+    It takes the inputs that are variables, each once, and returns the outputs that are used.
     """
     outputs = [out for out in equation.outvars if is_used(out)]
     inputs = dict.fromkeys(filter(is_variable, equation.invars))
@@ -221,28 +218,23 @@ def explicit_sizes(equation: Equation) -> dict[str, int]:
 
 def in_shardings(program: Any) -> list[Any]:
     """Return the shardings that jitted functions in a program give to its inputs; or None."""
-    inner, _ = opened(program)
-    return _shardings(inner, inner.invars, "in")
+    return _shardings(program, "in")
 
 
 def out_shardings(program: Any) -> list[Any]:
     """Return the shardings that jitted functions in a program give to its results; or None."""
+    return _shardings(program, "out")
+
+
+def _shardings(program: Any, side: str) -> list[Any]:
     inner, _ = opened(program)
-    return _shardings(inner, inner.outvars, "out")
-
-
-def _shardings(program: Any, atoms: Sequence[Any], side: str) -> list[Any]:
-    given = {
-        id(variable): sharding
-        for equation in program.eqns
-        for variable, sharding in zip(
-            getattr(equation, f"{side}vars"),
-            equation.params.get(f"{side}_shardings", ()),
-            strict=False,
-        )
-        if isinstance(sharding, jax.sharding.NamedSharding)
-    }
-    return [given.get(id(atom)) for atom in atoms]
+    given = {}
+    for equation in inner.eqns:
+        shardings = equation.params.get(f"{side}_shardings", ())
+        for variable, sharding in zip(getattr(equation, f"{side}vars"), shardings, strict=False):
+            if isinstance(sharding, NamedSharding):
+                given[id(variable)] = sharding
+    return [given.get(id(atom)) for atom in getattr(inner, f"{side}vars")]
 
 
 def donated_inputs(program: Any) -> Iterator[int]:
@@ -282,20 +274,14 @@ def place(equation: Equation) -> str:
         return ""
 
 
-@functools.cache
-def _jit() -> type:
-    return type(jax.jit(lambda: None))
-
-
 def is_jitted(function: Any) -> bool:
     """Return whether a function is the result of `jax.jit`."""
-    return isinstance(function, _jit()) and hasattr(function, "_jit_info")
+    return isinstance(function, _JITTED) and hasattr(function, "_jit_info")
 
 
-def unjitted(jitted: Any) -> Callable[..., Any]:
+def unjitted(jitted: Any) -> Any:
     """Return the function that `jax.jit` was given."""
-    function: Callable[..., Any] = jitted.__wrapped__
-    return function
+    return jitted.__wrapped__
 
 
 def jit_like(function: Any, jitted: Any) -> Any:
@@ -313,16 +299,8 @@ def jit_like(function: Any, jitted: Any) -> Any:
         ]
         return jax.tree.unflatten(structure, leaves)
 
-    settings: dict[str, Any] = {
-        name: getattr(given, name)
-        for name in (
-            "static_argnums",
-            "static_argnames",
-            "donate_argnums",
-            "donate_argnames",
-            "keep_unused",
-        )
-    }
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    settings: dict[str, Any] = {name: getattr(given, name) for name in (*names, "keep_unused")}
     for part in ("in", "out"):
         if any(leaf is not None for leaf in jax.tree.leaves(tree(part))):
             settings[f"{part}_shardings"] = tree(part)

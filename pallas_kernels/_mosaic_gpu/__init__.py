@@ -6,8 +6,7 @@ From the bottom up:
     blocks   the rows of one program
     message  their part of a message
     rows     from memory to a message and back
-    kernels  the operations
-    backend  their interface
+    backend  the kernels of all operations, and the backend
 """
 
 from pallas_kernels._mosaic_gpu.backend import MosaicGpu

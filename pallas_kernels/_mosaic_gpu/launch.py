@@ -15,7 +15,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import modes
-from pallas_kernels._jax import compat
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
@@ -124,8 +123,14 @@ def store(ref, shape: Shape, values: Array, column: int | None = None) -> None:
             values = ref[...].reshape(shape).at[:, column].set(values)
         ref[...] = values.reshape(ref.shape)
     else:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
         ref = ref.reshape(shape)
-        compat.mosaic_gpu_store(ref if column is None else ref.at[:, column], values)
+        ref = ref if column is None else ref.at[:, column]
+        if hasattr(plgpu, "store"):  # in pieces of any size: since JAX 0.12
+            plgpu.store(ref, values, optimized=False)
+        else:
+            ref[...] = values
 
 
 def _cast(values: Array, tiled: Any) -> Array:

@@ -27,16 +27,6 @@ class Received(NamedTuple):
     super_bits: Array  # uint32 [rows]
 
 
-def as_units(payloads: Array) -> Array:
-    """View messages, uint8 [..., bytes], in units of 16 bits."""
-    return lax.bitcast_convert_type(payloads.reshape(*payloads.shape[:-1], -1, 2), jnp.uint16)
-
-
-def as_bytes(message: Array) -> Array:
-    """Invert `as_units`, for one message."""
-    return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
-
-
 def receive(block: Block, message_ref) -> Received:
     """Load the block's part of a message."""
     # The first unit stands for planes that no row of the block has.

@@ -20,18 +20,13 @@ From the bottom up:
     src/copies.h      pieces of arrays that are copied to others
     src/copies.cc     the copies as a custom call
     build             how the sources are compiled
-    library           how the library is loaded, or why it is not
-    launch            the operations on arrays of JAX
-    blocks            those on formats with one width
-    copies            the copies as a lowering rule
-    products          whether programs of the base round products and sums as the library does
-    backend           their interface
+    library           how the library is loaded, or why it is not used
+    backend           the operations on arrays of JAX
 
 The package works without the library, which needs a C++ compiler where the package is built.
 """
 
 from pallas_kernels._native.backend import Native
-from pallas_kernels._native.copies import lower as lower_copies
-from pallas_kernels._native.library import instruction_set, why_not, why_not_here
+from pallas_kernels._native.library import instruction_set, target, why_not, why_not_here
 
-__all__ = ["Native", "instruction_set", "lower_copies", "why_not", "why_not_here"]
+__all__ = ["Native", "instruction_set", "target", "why_not", "why_not_here"]

@@ -45,11 +45,8 @@ class CannotCompileError(Exception):
 def switch(remedy: str) -> str:
     """Return the value of the environment variable `SWITCH`: empty, 0 or 1.
 
-    Args:
-      remedy: what the values mean, for the error.
-
     Raises:
-      ValueError: it has another value.
+      ValueError: it has another value; the message ends with the remedy.
     """
     value = os.environ.get(SWITCH, "")
     if value not in ("", "0", "1"):
@@ -67,7 +64,7 @@ def compiler() -> list[str]:
     """Return the command of the C++ compiler.
 
     Raises:
-      CannotCompileError: there is none, or the source does not run on this machine.
+      CannotCompileError: there is none, or the source is not for this machine.
     """
     if sys.platform not in ("linux", "darwin"):
         raise CannotCompileError(f"the native codec is not for {sys.platform}")
@@ -110,19 +107,14 @@ def sources_digest() -> str:
 
 
 def compile_library(target: Path, include: Path) -> None:
-    """Compile the native codec.
-
-    Args:
-      target: file of the shared library.
-      include: headers of jaxlib.
+    """Compile the native codec to a shared library, with the headers of jaxlib.
 
     Raises:
       CannotCompileError: there is no compiler, or it failed.
     """
     # As headers of a system, they give no warnings.
     of_calls = ("-isystem", str(include), f'-DDYNAMIQ_SOURCES="{sources_digest()}"')
-    names = ("calls.cc", "block_calls.cc", "copies.cc")
-    calls = tuple(SOURCES / name for name in names)
+    calls = tuple(SOURCES / name for name in ("calls.cc", "block_calls.cc", "copies.cc"))
     compile_with_rows(target, calls, of_calls, ("-shared",))
 
 
@@ -133,14 +125,9 @@ def compile_with_rows(
     of_linker: tuple[str, ...],
     flags: tuple[str, ...] = (),
 ) -> None:
-    """Compile sources and the rows of all instruction sets, and link them.
+    """Compile sources and the rows of all instruction sets, and link them to a file.
 
-    Args:
-      target: file that is made.
-      mains: the sources.
-      of_mains: flags for these sources.
-      of_linker: flags for the linker.
-      flags: flags for everything.
+    There are flags for the sources, for the linker, and for everything.
 
     Raises:
       CannotCompileError: there is no compiler, or it failed.

@@ -1,23 +1,32 @@
-"""The shared library of the native codec: loaded once, or the reason why it is not."""
+"""The shared library of the native codec: loaded once, or the reason why it is not used.
+
+LLVM joins a product that is only added to something to one instruction, which rounds once, where it
+optimizes at all and where it may use such an instruction. It does neither with
+`jax_disable_most_optimizations` and `--xla_backend_optimization_level=0`, nor with
+`--xla_cpu_max_isa=AVX`, for example. The base then rounds twice, and its bytes are others.
+"""
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import modes
+from pallas_kernels._jax.own_thread import in_own_thread
 from pallas_kernels._native.build import LIBRARY, SWITCH, sources_digest, switch
 
-# What values of the switch mean to a process.
-_VALUES = "Give 0 to run without the native codec, or 1 to use it where it is."
 CALLS = (
     *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress", "sort"),
     *("block_hop", "block_accumulate", "block_decompress"),
     "copies",
 )
 PATH = Path(__file__).with_name(LIBRARY)
+_PATIENCE = 120.0  # seconds for the compiler
+_LANES = 256  # XLA may compute single numbers without LLVM
 
 
 def target(operation: str) -> str:
@@ -31,7 +40,7 @@ def why_not_here() -> str | None:
     Raises:
       ValueError: the environment variable `SWITCH` has a value that is not possible.
     """
-    if switch(_VALUES) == "0":
+    if switch("Give 0 to run without the native codec, or 1 to use it where it is.") == "0":
         return f"{SWITCH}=0"
     if not modes.is_for_this_machine():
         return "kernels are interpreted, or compiled for another machine"
@@ -77,13 +86,7 @@ def why_not() -> str | None:
 
 
 def instruction_set() -> str:
-    """Return the instruction set that the native codec uses here, such as `avx2`.
-
-    Raises:
-      RuntimeError: this process has no native codec.
-    """
-    if reason := why_not():
-        raise RuntimeError(reason)
+    """Return the instruction set that the native codec, which is there, uses: such as `avx2`."""
     return str(_text(ctypes.CDLL(str(PATH)).dynamiq_instruction_set))
 
 
@@ -92,3 +95,35 @@ def _text(function: Any) -> str | None:
     function.restype = ctypes.c_char_p
     text = function()
     return None if text is None else text.decode()
+
+
+def why_not_fused() -> str | None:
+    """Return the reason why programs that are compiled now may not round as the library does.
+
+    None if they round a product and a sum once: a program of one line shows it for the settings.
+    """
+    settings = jax.config.read("jax_disable_most_optimizations"), os.environ.get("XLA_FLAGS")
+    return _why_not(settings)
+
+
+@functools.cache
+def _why_not(settings: tuple[object, ...]) -> str | None:
+    factor = np.full(_LANES, 1 + 2.0**-12, np.float32)
+    rounded = factor * factor
+
+    def probe() -> bool:
+        # By single roundings, this is what the product lost: 2^-24. By two, it is zero.
+        lost = jax.jit(lambda a, b, c: a * b - c)(factor, factor, rounded)
+        return bool(np.all(np.asarray(lost) == np.float32(2.0**-24)))
+
+    try:
+        is_fused = in_own_thread(probe, _PATIENCE)
+    except Exception as error:  # of any kind: it is that of a compiler
+        first_line = str(error).strip().partition("\n")[0]
+        return f"no program shows how XLA rounds here: {type(error).__name__}: {first_line:.300}"
+    if is_fused:
+        return None
+    return (
+        "XLA compiles without fused products here, and its codec then has other bytes "
+        "(jax_disable_most_optimizations or XLA_FLAGS)"
+    )

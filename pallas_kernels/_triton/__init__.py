@@ -6,8 +6,7 @@ From the bottom up:
     blocks      the rows of one program, and how it is started
     message     words of codes and scales in a message
     rows        rows gathered, decoded and encoded
-    kernels     the operations
-    backend     their interface
+    backend     the kernels of all operations, and the backend
 """
 
 from pallas_kernels._triton.backend import Triton

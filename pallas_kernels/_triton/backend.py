@@ -1,9 +1,20 @@
-"""The backend of the Triton kernels."""
+"""The backend of the Triton kernels, and the kernels of all operations."""
+
+import functools
+import operator
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels._jax.compat import has_triton, override
-from pallas_kernels._triton import kernels
+from pallas_kernels import message_types
+from pallas_kernels._jax.compat import has_triton, override, shape_like
+from pallas_kernels._triton import message, rows
+from pallas_kernels._triton.blocks import Blocks, LaunchConfig, launch
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
+from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 from pallas_kernels.pallas_backend import GpuBackend
 
 
@@ -13,11 +24,78 @@ class Triton(GpuBackend):
     name = "triton"
     capability = 8.0  # Ampere
 
-    statistics = staticmethod(kernels.statistics)
-    hop = staticmethod(kernels.hop)
-    decompress_accumulate = staticmethod(kernels.decompress_accumulate)
-    decompress = staticmethod(kernels.decompress)
+    def __init__(self, config: LaunchConfig = LaunchConfig()):
+        self._config = config
 
     @override
     def why_not_lowered(self) -> str | None:
         return None if has_triton() else f"JAX {jax.__version__} has no Triton backend of Pallas"
+
+    @override
+    def statistics(self, rows_of_bucket: Array, /) -> Array:
+        num_rows, config = rows_of_bucket.shape[0], self._config
+
+        def kernel(rows_ref, norms_ref):
+            first = pl.program_id(0) * config.rows
+            row = lax.min(first + lax.iota(jnp.int32, config.rows), jnp.int32(num_rows - 1))
+            pieces = rows.gather(rows_ref, row)
+            # The maximum drops a NaN in Triton. The sum of squares still shows it.
+            largest = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, pieces)), axis=1)
+            unit = jnp.minimum(largest, LARGEST_UNIT)
+            scaled = [piece * inverse_unit(unit)[:, None] for piece in pieces]
+            squares = jnp.sum(functools.reduce(operator.add, (s * s for s in scaled)), axis=1)
+            norms_ref[row] = unit * jnp.sqrt(squares)
+
+        shape = shape_like((num_rows,), jnp.float32, rows_of_bucket)
+        return launch(kernel, (config.programs(num_rows),), config, [rows_of_bucket], shape)
+
+    @override
+    def hop(
+        self, payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout
+    ) -> Array:
+        received = payloads.shape[0]
+
+        def kernel(block, row, turn_ref, seed_ref, rows_ref, *messages):
+            received_ref, sent_ref = messages[0], messages[-1]
+            pieces = rows.gather(rows_ref, row)
+            if received:
+                pieces = rows.add_messages(block, pieces, received_ref, received)
+            rows.encode(block, pieces, rows.Noise(turn_ref[0], seed_ref), sent_ref)
+
+        messages = [message_types.as_units(payloads.reshape(-1))] if received else []
+        sent = Blocks(layout, self._config, local.places, chunk).run(
+            kernel,
+            [turn, local.seed, local.rows, *messages],
+            shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
+            first=lambda used, *refs: message.pad(layout, used, refs[-1]),
+        )
+        return message_types.of_units(sent)
+
+    @override
+    def decompress_accumulate(
+        self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
+    ) -> Array:
+        received = payloads.shape[0]
+
+        def kernel(block, row, rows_ref, messages_ref, sums_ref):
+            pieces = rows.gather(rows_ref, row)
+            pieces = rows.add_messages(block, pieces, messages_ref, received)
+            rows.scatter(pieces, sums_ref, block.place)
+
+        return Blocks(layout, self._config, local.places, chunk).run(
+            kernel,
+            [local.rows, message_types.as_units(payloads.reshape(-1))],
+            shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
+        )
+
+    @override
+    def decompress(self, payloads: Array, places: Places, *, layout: Layout) -> Array:
+        def kernel(block, row, messages_ref, rows_ref):
+            start = block.chunk * (layout.payload_bytes // 2)
+            rows.scatter(rows.decode(block, messages_ref, start), rows_ref, row)
+
+        return Blocks(layout, self._config, places).run(
+            kernel,
+            [message_types.as_units(payloads.reshape(-1))],
+            shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
+        )

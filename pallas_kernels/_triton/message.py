@@ -28,16 +28,6 @@ from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.packing import MAX_WIDTH
 
 
-def as_units(payloads: Array) -> Array:
-    """View messages, uint8 [..., bytes], in 16-bit units."""
-    return lax.bitcast_convert_type(payloads.reshape(-1, 2), jnp.uint16)
-
-
-def as_bytes(message: Array) -> Array:
-    """Invert `as_units`, for one message."""
-    return lax.bitcast_convert_type(message, jnp.uint8).reshape(-1)
-
-
 def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> list[Array]:
     """Load eight `bits` of the codes of every piece: words [rows, 8] of bytes."""
     from jax.experimental.pallas import triton

@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import _native
 from pallas_kernels._jax import compat
-from pallas_kernels.copies import copy, pad
-from pallas_kernels.segments import Segment, Table
-from pallas_kernels.slices import slices
+from pallas_kernels.copies import Segment, Table, copy, pad, slices
 
 DTYPES = (np.bool_, np.uint8, jnp.bfloat16, np.float32, np.complex64)
 

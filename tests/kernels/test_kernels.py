@@ -20,8 +20,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import choice, modes, operations
+from pallas_kernels._triton import backend as triton_backend
 from pallas_kernels._triton import blocks as triton_blocks
-from pallas_kernels._triton import kernels as triton_kernels
 from pallas_kernels._triton import message as triton_message
 from pallas_kernels.codec import Layout, LocalRows, Places, make_places
 from pallas_kernels.codec.bit_planes import UNIT
@@ -298,13 +298,13 @@ def test_statistics_are_those_of_the_base(kernel, num_rows):
 
 def test_factors_of_norms_are_not_subnormal(monkeypatch):
     """Hardware may flush them to zero, and the norm with them. A CPU does not."""
-    factor = triton_kernels.inverse_unit
+    factor = triton_backend.inverse_unit
 
     def flushed(unit):
         found = factor(unit)
         return jnp.where(found < TINY, np.float32(0), found)
 
-    monkeypatch.setattr(triton_kernels, "inverse_unit", flushed)
+    monkeypatch.setattr(triton_backend, "inverse_unit", flushed)
     rows = np.zeros((2, 256), np.float32)
     rows[:, 3] = 2.0**127, np.finfo(np.float32).max
     norms = run("triton", operations.statistics, rows)
@@ -339,7 +339,7 @@ def test_blocks_of_any_size_write_every_byte(monkeypatch):
 
     def compress(*args, implementation):
         nothing = jnp.zeros((0, layout.payload_bytes), jnp.uint8)
-        return triton_kernels.hop(nothing, *args, layout=layout, config=small)
+        return triton_backend.Triton(small).hop(nothing, *args, layout=layout)
 
     ours = run("triton", compress, local_of("two widths", receives=False), CHUNK, np.int32(0))
     ours, expected = (

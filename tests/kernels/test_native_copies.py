@@ -12,8 +12,7 @@ import dynamiq_jax as dq
 from pallas_kernels import _native
 from pallas_kernels._native.build import SWITCH
 from pallas_kernels._native.library import target
-from pallas_kernels.copies import copy, pad
-from pallas_kernels.segments import Segment, Table
+from pallas_kernels.copies import Segment, Table, copy, pad
 from tests.kernels.test_copies import SPREAD, assert_same_bits, in_numpy, values
 
 pytestmark = pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))

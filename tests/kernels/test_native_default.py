@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from pallas_kernels import _native, choice, first_use, known_outputs, operations
-from pallas_kernels._native import products
+from pallas_kernels import _native, choice, first_use, operations
+from pallas_kernels._native import library
 from pallas_kernels._native.backend import Native
 from pallas_kernels._native.build import SWITCH
-from pallas_kernels.known_outputs import KNOWN
+from pallas_kernels.first_use import DIGESTS, KNOWN
 from pallas_kernels.registry import BACKENDS, BASE
 from tests.support import native_worker, processes
 from tests.support.gradients import of_workers
@@ -123,7 +123,7 @@ def test_a_probe_of_the_rounding_that_fails_is_a_reason_to_run_the_base(monkeypa
     def late(probe, seconds):
         raise TimeoutError(f"no result after {seconds:g} s\nmore of it")
 
-    monkeypatch.setattr(products, "in_own_thread", late)
+    monkeypatch.setattr(library, "in_own_thread", late)
     monkeypatch.setenv("XLA_FLAGS", "--other")  # of which nothing is known yet
     assert not is_default()
     line = "no program shows how XLA rounds here: TimeoutError: no result after 120 s"
@@ -157,12 +157,11 @@ def test_a_broken_library_is_replaced_by_the_base(monkeypatch):
     "name", [pytest.param(n, marks=() if n == "default" else pytest.mark.slow) for n in KNOWN]
 )
 def test_known_outputs_are_those_of_the_base(name):
-    known = KNOWN[name]
-    trial = known.trial()
-    found = known_outputs.outputs(BASE, trial, own=NATIVE)
+    trial, number = first_use.known_trial(name), list(KNOWN).index(name)
+    found = first_use.known_outputs(BASE, trial, own=NATIVE)
     del found["statistics"]
-    digests = {output: known_outputs.digest(value, trial) for output, value in found.items()}
-    assert digests == known.digests
+    digests = {output: first_use.digest(value, trial) for output, value in found.items()}
+    assert digests == {output: of_trials[number] for output, of_trials in DIGESTS.items()}
 
 
 def wrong(operation, change):

@@ -5,7 +5,7 @@ every file with `--optimized`. `test_as_users_compile.py` is such a file: it has
 topology and collective. Files that are marked as `frames` read lines of Python in programs.
 
 Without optimizations XLA fuses no products with sums. The base then has other bytes than the native
-codec, which is not used there (`pallas_kernels._native.products`): these tests run the base.
+codec, which is not used there (`pallas_kernels._native.library`): these tests run the base.
 
 Seconds of CPU for two test files with everything, and with one part left out. They are means of
 two to four runs on two cores of a CPU, with JAX 0.10.2. Runs differ by up to 8%, and those without
