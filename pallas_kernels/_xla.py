@@ -16,13 +16,17 @@ from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.dependencies import zeros_after
 from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.backend import Backend
-from pallas_kernels.codec import bit_planes
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows, Places
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
-from pallas_kernels.codec.rounding import offsets
-from pallas_kernels.codec.rows import decode_rows, encode_rows, l2_norm
+from pallas_kernels.codec import (
+    SUPER_GROUP_SIZE,
+    Index,
+    Layout,
+    LocalRows,
+    Places,
+    bit_planes,
+    l2_norm,
+    offsets,
+)
+from pallas_kernels.codec.rows import decode_rows, encode_rows
 from pallas_kernels.row_blocks import block_rows, for_each_block
 
 # Sums of 256 squares in this range are as precise as those of scaled values: nothing overflows, and
@@ -30,14 +34,12 @@ from pallas_kernels.row_blocks import block_rows, for_each_block
 _USUAL = (2.0**-40, 2.0**120)
 
 _RowsAt = Callable[[Index, int], Array]  # (first place, count) to float32 [count, 256]
-
-
 _Sections = tuple[Array, Array, Array]  # planes, group scales, super-scales
 
 
 @jax.jit
 def statistics(rows: Array) -> Array:
-    """Compute norms; see `pallas_kernels.operations.statistics`."""
+    """Compute the norm of every row."""
 
     def step(first: Index, count: int, norms: Array) -> Array:
         block = lax.dynamic_slice_in_dim(rows, first, count).astype(jnp.float32)
@@ -48,7 +50,7 @@ def statistics(rows: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="layout")
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
-    """Encode a partial sum; see `pallas_kernels.operations.hop`."""
+    """Encode the sum of received messages and local rows."""
     places = local.places.at(chunk)
     values = _partial_sum(payloads, local.rows, places, layout)
     # Rows of a bucket, a 256th of its coordinates: the number of none wraps, so no noise repeats.
@@ -86,7 +88,7 @@ def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout:
 def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
-    """Sum received rows and local ones; see `pallas_kernels.operations.decompress_accumulate`."""
+    """Sum received messages and local rows."""
     places = local.places.at(chunk)
     values = _partial_sum(payloads, local.rows, places, layout)
 
@@ -99,7 +101,7 @@ def decompress_accumulate(
 
 @functools.partial(jax.jit, static_argnames="layout")
 def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
-    """Decode all chunks; see `pallas_kernels.operations.decompress`."""
+    """Decode the messages of all chunks to rows in their original order."""
     num_chunks, rows_per_chunk = places.order.shape
     flat = payloads.reshape(-1)  # XLA:TPU pads the axis of a single message
 
@@ -142,10 +144,7 @@ class Xla(Backend):
 
 
 def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -> _RowsAt:
-    """Return a function that computes rows of a chunk: local plus received ones.
-
-    The received messages are uint8 [received, bytes]. The places are those of the chunk.
-    """
+    """Return a function that computes rows of a chunk, at its places: local and received ones."""
     received = len(payloads)
     messages = _sections(payloads[0] if received == 1 else payloads, layout)
 

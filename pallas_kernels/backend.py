@@ -15,10 +15,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import message_types
-from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows, Places, sort_words
+from pallas_kernels.codec import Index, Layout, LocalRows, Places, scales
+from pallas_kernels.codec.ordering import sort_words
 
 Operation = Callable[..., Any]  # a method of `Backend`, such as `Backend.hop`
 

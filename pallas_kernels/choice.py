@@ -145,9 +145,7 @@ def _log_default() -> None:
 
 def _candidates() -> Iterator[Backend]:
     """Yield the backends that may be the default on this machine, the fastest one first."""
-    for backend in BACKENDS.values():
-        if backend.why_not_here() is None:
-            yield backend
+    return (backend for backend in BACKENDS.values() if backend.why_not_here() is None)
 
 
 def _named(name: str) -> Backend:

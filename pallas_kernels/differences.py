@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pallas_kernels.codec import MAX_WIDTH, SUPER_GROUP_SIZE, Layout
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 from pallas_kernels.codec.scales import NAN_BITS
 
 _NORM_ERROR = 1e-5  # of a norm, relative
@@ -42,11 +41,8 @@ class Difference(NamedTuple):
 def compare(ours: Any, base: Any, layout: Layout, widths: NDArray[np.int32]) -> Difference:
     """Compare an output of an operation with that of the base.
 
-    Args:
-      ours: message uint8 [bytes], norms float32 [rows], values float32 [rows, 256], or integers.
-      base: the same, of the base.
-      layout: layout of a message.
-      widths: widths of the places of the chunk, int32 [rows_per_chunk].
+    It is a message uint8 [bytes], norms float32 [rows], values float32 [rows, 256], or integers.
+    The widths are those of the places of the chunk, int32 [rows_per_chunk].
 
     Raises:
       ValueError: shapes or dtypes differ.
@@ -65,13 +61,7 @@ def compare(ours: Any, base: Any, layout: Layout, widths: NDArray[np.int32]) -> 
 def without_meaningless(
     message: Any, layout: Layout, widths: NDArray[np.int32]
 ) -> NDArray[np.uint8]:
-    """Return a message with zeros in place of the bytes that have no meaning.
-
-    Args:
-      message: uint8 [bytes].
-      layout: its layout.
-      widths: widths of the places of the chunk, int32 [rows_per_chunk].
-    """
+    """Return a message, uint8 [bytes], with zeros in place of the bytes that have no meaning."""
     _, _, supers = _sections(message, layout, widths)
     return np.where(_counted(supers == NAN_BITS, layout, widths), message, np.uint8(0))
 
@@ -111,11 +101,13 @@ def _of_messages(
     # Where a scale has moved, its codes count in other steps.
     same_scale = np.repeat(same_super & (steps == 0), layout.group_size, axis=1)
     moved = np.where(same_scale, np.abs(codes - base_codes), 0)
+    # The bytes that no row needs are zeros.
+    unused = ours[UNIT * int(np.sum(widths)) : layout.group_scales_start]
     is_rounding = (
         np.max(super_steps[kept], initial=0) <= 1
         and np.all(steps[kept] <= np.where(same_super, 1, 3)[kept])
         and np.max(moved[kept], initial=0) <= 1
-        and not np.any(_unused(ours, layout, widths))
+        and not (np.any(unused) or np.any(ours[layout.padding_start :]))
     )
     return Difference(int(np.sum(counts)), differing, bool(is_rounding))
 
@@ -149,21 +141,10 @@ def _counted(
     counts = np.ones(layout.payload_bytes, bool)
     planes = counts[: layout.group_scales_start].reshape(-1, UNIT)
     for bit, unit in _planes(widths):
-        wide = np.flatnonzero(lost & (widths > bit))
-        planes[unit + wide] = False
+        planes[unit + np.flatnonzero(lost & (widths > bit))] = False
     groups = counts[layout.group_scales_start : layout.super_scales_start]
     groups.reshape(-1, layout.groups)[lost] = False
     return counts
-
-
-def _unused(
-    message: NDArray[np.uint8], layout: Layout, widths: NDArray[np.int32]
-) -> NDArray[np.uint8]:
-    """Return the bytes that no row needs, which are zeros."""
-    end = UNIT * int(np.sum(widths))
-    return np.concatenate(
-        [message[end : layout.group_scales_start], message[layout.padding_start :]]
-    )
 
 
 def _planes(widths: NDArray[np.int32]) -> list[tuple[int, int]]:

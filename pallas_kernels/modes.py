@@ -10,10 +10,7 @@ _without_gpu: contextvars.ContextVar[str | None] = contextvars.ContextVar("mode"
 
 @contextlib.contextmanager
 def without_gpu(mode: Literal["interpret", "compile"]) -> Iterator[None]:
-    """Allow kernels to be traced on a machine that cannot run them.
-
-    They are interpreted, slowly, or compiled for another machine.
-    """
+    """Trace kernels on a machine that cannot run them, to interpret them or for another one."""
     token = _without_gpu.set(mode)
     try:
         yield

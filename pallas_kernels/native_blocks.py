@@ -11,8 +11,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels._native.backend import call, loaded, one
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, row_bytes
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, row_bytes
 
 # In the order of `Kernels::blocks`, with the bytes that a row has beside its codes.
 FORMATS = {

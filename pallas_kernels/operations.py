@@ -22,9 +22,7 @@ from jax import Array
 
 from pallas_kernels import choice, first_use, message_types
 from pallas_kernels.backend import Backend
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.ordering import LocalRows, Places
+from pallas_kernels.codec import Index, Layout, LocalRows, Places
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:

@@ -17,19 +17,18 @@ _INDEX_LIMIT = 2**31  # elements of an array that kernels reach by 32-bit indice
 class PallasBackend(Backend):
     """Kernels that can also be interpreted, or compiled for another machine.
 
-    `pallas_kernels.modes` has both modes. In these, the devices of this machine do not matter, and
-    nothing is checked.
+    In these modes (`pallas_kernels.modes`), the devices of this machine do not matter, and nothing
+    is checked.
     """
 
-    @abc.abstractmethod
     def why_not_lowered(self) -> str | None:
         """Return the reason why this version of JAX has no such kernels; None if it has."""
+        return None
 
     @abc.abstractmethod
     def why_not_on_devices(self) -> str | None:
-        """Return the reason why the devices of this process cannot run kernels; None if they can.
-
-        The default devices of the process count, and each of them.
+        """Return the reason why the default devices of this process, each of which counts, cannot
+        run kernels; None if they can.
         """
 
     @override
@@ -66,8 +65,8 @@ class GpuBackend(PallasBackend):
     def why_not_on_devices(self) -> str | None:
         if jax.default_backend() != "gpu":
             return "the default devices are not GPUs"
-        devices = [device for device in jax.local_devices() if device.platform == "gpu"]
-        least = min(map(_compute_capability, devices))
+        gpus = (device for device in jax.local_devices() if device.platform == "gpu")
+        least = min(map(_compute_capability, gpus))
         if least < self.capability:
             return f"it needs compute capability {self.capability}, and this GPU has {least}"
         return None

@@ -16,11 +16,9 @@ Carry = TypeVar("Carry")
 
 
 def block_rows(num_rows: int) -> int:
-    """Return the rows of a block.
-
-    It depends on the backend of this process, also when that compiles for another platform: shapes
-    are fixed before the platform is.
-    """
+    """Return the rows of a block."""
+    # Of the backend of this process, also when that compiles for another platform: shapes are fixed
+    # before the platform is.
     return min(num_rows, _BLOCK_ROWS.get(jax.default_backend(), num_rows))
 
 

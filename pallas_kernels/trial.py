@@ -12,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pallas_kernels.backend import Backend, Operation, takes_layout
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Allocation, Layout, LocalRows, Places, Quantizer
-from pallas_kernels.codec.packing import MAX_WIDTH
+from pallas_kernels.codec import (
+    MAX_WIDTH,
+    SUPER_GROUP_SIZE,
+    Allocation,
+    Layout,
+    LocalRows,
+    Places,
+    Quantizer,
+)
 from pallas_kernels.codec.rounding import mix
 
 CHUNK = 1  # that is encoded: neither the first nor the last

@@ -35,8 +35,6 @@ def _first(value: Array) -> Array:
 
 
 def zeros_after(value: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return zeros that are made when a value is available, and vary over the same axes.
-
-    Others XLA makes when a program starts, and they take memory until they are used.
-    """
+    """Return zeros that are made when a value is available, and vary over the same axes."""
+    # Others XLA makes when a program starts, and they take memory until they are used.
     return jnp.broadcast_to(never(value).astype(dtype), shape)

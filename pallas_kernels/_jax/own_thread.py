@@ -1,6 +1,5 @@
 """Calls in a thread of their own: outside of a trace, and for a limited time."""
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -19,10 +18,6 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
     part of a program that the calling thread traces, in whichever transformation. Switches that
     would make every program fail or slow are set to their defaults.
 
-    Args:
-      function: function that computes with JAX.
-      seconds: longest time to wait for it.
-
     Raises:
       TimeoutError: the function did not end in time. Nothing can end a compiler: its thread goes
         on, and ends with the process.
@@ -33,14 +28,12 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
 
     def call() -> None:
         try:
-            with contextlib.ExitStack() as stack:
-                for context in (
-                    jax.debug_nans(False),
-                    jax.debug_infs(False),
-                    jax.disable_jit(False),
-                    jax.transfer_guard("allow"),
-                ):
-                    stack.enter_context(context)
+            with (
+                jax.debug_nans(False),
+                jax.debug_infs(False),
+                jax.disable_jit(False),
+                jax.transfer_guard("allow"),
+            ):
                 results.append(function())
         except BaseException as error:
             errors.append(error)

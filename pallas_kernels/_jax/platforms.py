@@ -25,8 +25,7 @@ def platform_dependent(functions: Mapping[str, Callable[..., Any]], *args: Any) 
 
     Args:
       functions: function of each platform, and of others under "default". All return results of the
-        same types and structure. They are hashable, and do not depend on where they are traced:
-        arrays are among `args`.
+        same types and structure. They are hashable, and do not depend on where they are traced.
       *args: pytrees of arrays that they take.
     """
     expected = here() if here() in functions else "default"
@@ -62,29 +61,18 @@ class _Later:
             args = jax.tree.unflatten(self.structure, leaves)
             return jax.tree.leaves(self.function(*args))
 
-        return self._vmapped(of_leaves)(*leaves)
-
-    def types(self, avals: Sequence[Any]) -> list[Any]:
-        """Return the types of the results."""
-        if not self.batched:
-            return list(self.like.out_avals)
-        program = jax.make_jaxpr(self._vmapped(core.jaxpr_as_fun(self.like)))(*avals)
-        return list(program.out_avals)
-
-    def vmapped(self, axes: Sequence[int | None]) -> "_Later":
-        """Return the function under one more `jax.vmap`."""
-        return dataclasses.replace(self, batched=(*self.batched, tuple(axes)))
-
-    def _vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        function = of_leaves
         for axes in self.batched:
             function = jax.vmap(function, in_axes=axes)
-        return function
+        return function(*leaves)
 
 
 def _batch(
     leaves: Sequence[Array], axes: Sequence[int | None], *, call: _Later
 ) -> tuple[list[Array], list[int]]:
-    results = _later.bind(*leaves, call=call.vmapped(axes))
+    like = jax.make_jaxpr(jax.vmap(core.jaxpr_as_fun(call.like), in_axes=tuple(axes)))(*leaves)
+    mapped = dataclasses.replace(call, like=like, batched=(*call.batched, tuple(axes)))
+    results = _later.bind(*leaves, call=mapped)
     return results, [0] * len(results)
 
 
@@ -95,7 +83,7 @@ def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: _La
 _later = core.Primitive("traced_later")
 _later.multiple_results = True
 _later.def_impl(lambda *leaves, call: call(*leaves))
-_later.def_abstract_eval(lambda *avals, call: call.types(avals))
+_later.def_abstract_eval(lambda *avals, call: list(call.like.out_avals))
 ad.primitive_jvps[_later] = _differentiate
 batching.primitive_batchers[_later] = _batch
 mlir.register_lowering(

@@ -15,8 +15,7 @@ from pallas_kernels._jax.compat import has_mosaic_gpu, override, shape_like
 from pallas_kernels._mosaic_gpu import launch, message, rows
 from pallas_kernels._mosaic_gpu.blocks import for_each_block
 from pallas_kernels._mosaic_gpu.launch import ROW
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
-from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, Layout, LocalRows, Places
 from pallas_kernels.codec.rows import LARGEST_UNIT
 from pallas_kernels.pallas_backend import GpuBackend
 

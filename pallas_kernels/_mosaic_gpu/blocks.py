@@ -25,12 +25,9 @@ from pallas_kernels._mosaic_gpu.launch import (
     rows_of_block,
     spread,
 )
-from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec import MAX_WIDTH, Index, Layout, Places
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels
-from pallas_kernels.codec.ordering import Places
-from pallas_kernels.codec.packing import MAX_WIDTH
 
 
 @dataclasses.dataclass(frozen=True)

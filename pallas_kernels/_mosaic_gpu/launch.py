@@ -15,8 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import modes
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index
 
 ROW = PIECES, LANES = 8, 32  # of a row, of a piece
 MOST_ROWS = 16  # of a block
@@ -58,9 +57,11 @@ def launch(
 
 def cast(values: Array, shape: Shape, dims: tuple[int, ...]) -> Array:
     """Cast values whose axes are `dims` of the axes of pieces of `shape` to the layout of those."""
-    return _cast(
-        values, _layout(shape).reduce(tuple(d for d in range(len(shape)) if d not in dims))
-    )
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    tiled = _layout(shape).reduce(tuple(d for d in range(len(shape)) if d not in dims))
+    layout = plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
+    return plgpu.layout_cast(values, layout)
 
 
 def spread(values: Array, shape: Shape, dims: tuple[int, ...], rank: int | None = None) -> Array:
@@ -133,18 +134,10 @@ def store(ref, shape: Shape, values: Array, column: int | None = None) -> None:
             ref[...] = values
 
 
-def _cast(values: Array, tiled: Any) -> Array:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    layout = plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
-    return plgpu.layout_cast(values, layout)
-
-
 def _layout(shape: Shape) -> Any:
     """Return the layout of a piece: a row on eight threads, four rows on a warp.
 
-    A thread holds all of the last axis, whatever its size. With fewer than 16 rows,
-    several warps or threads hold the same values.
+    A thread holds all of the last axis. With fewer than 16 rows, several hold the same values.
     """
     from jax.experimental.mosaic.gpu.fragmented_array import Replicated, TiledLayout, Tiling
 

@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels._mosaic_gpu.blocks import Block
 from pallas_kernels._mosaic_gpu.launch import PIECES, U32, cast, load, store
-from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec import MAX_WIDTH, Index
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.packing import MAX_WIDTH
 
 
 class Received(NamedTuple):

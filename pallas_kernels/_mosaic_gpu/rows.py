@@ -20,7 +20,14 @@ from pallas_kernels._mosaic_gpu import message
 from pallas_kernels._mosaic_gpu.blocks import Block
 from pallas_kernels._mosaic_gpu.launch import LANES, PIECES, U32, load_rows, store_rows
 from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float, float_to_code
+from pallas_kernels.codec.arithmetic import (
+    PLAIN,
+    WHOLE,
+    Arithmetic,
+    code_to_float,
+    float_to_code,
+    nearest_whole,
+)
 from pallas_kernels.codec.bit_planes import transpose
 from pallas_kernels.codec.levels import Levels, round_to_level
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
@@ -102,9 +109,12 @@ def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> 
             for piece, words in zip(range(first, PIECES, PIECES // 2), noise, strict=True)
         ]
 
+    def nothing() -> list[list[Array]]:
+        words = block.cast(jnp.zeros(block.shape[:-1], U32), block.words)
+        return [[words] * (block.bits // 8)] * 2
+
     # The compiler does not look across branches. It would interleave all of these pairs, which
     # takes twice the registers.
-    nothing = functools.partial(_no_codes, block)
     pairs = [
         lax.cond(block.widest > 0, functools.partial(encode_pair, first), nothing)
         for first in range(PIECES // 2)
@@ -132,11 +142,6 @@ def _encode_piece(block: Block, values: Array, scale: Array, noise: Array | None
     ]
 
 
-def _no_codes(block: Block) -> list[list[Array]]:
-    words = block.cast(jnp.zeros(block.shape[:-1], U32), block.words)
-    return [[words] * (block.bits // 8)] * 2
-
-
 def _spread_levels(block: Block) -> Levels:
     return jax.tree.map(lambda column: block.spread(column, (0,)), block.levels)
 
@@ -151,9 +156,9 @@ def _largest(block: Block, magnitudes: Array) -> Array:
 def _noise_words(
     block: Block, hashes: Array, piece: int, turn: Array
 ) -> tuple[Array, Array] | tuple[None, None]:
-    """Return words of rounding offsets of a piece, and of the one that shares its random words.
+    """Return words of offsets, in the low halves, of a piece and of the one that shares its words.
 
-    The offsets are in the low halves; None if offsets are constant.
+    None if offsets are constant.
     """
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
@@ -167,17 +172,11 @@ def _noise_words(
 
 def _arithmetic() -> Arithmetic:
     """Return operations for Mosaic, which lacks plain roundings and contracts multiply-adds."""
-    return PLAIN._replace(ceil=_ceil, nearest_whole=_nearest_whole)
+    rounded = PLAIN.nearest_whole if modes.interpreting() else nearest_whole
 
+    def ceil(values: Array) -> tuple[Array, Array]:
+        whole, _ = rounded(values)
+        whole = jnp.where(whole < values, whole + np.float32(1), whole)
+        return whole, lax.bitcast_convert_type(whole + WHOLE, U32)
 
-def _ceil(values: Array) -> tuple[Array, Array]:
-    whole, _ = _nearest_whole(values)
-    whole = jnp.where(whole < values, whole + np.float32(1), whole)
-    return whole, lax.bitcast_convert_type(whole + WHOLE, U32)
-
-
-def _nearest_whole(values: Array) -> tuple[Array, Array]:
-    if modes.interpreting():  # XLA cancels the other form
-        return PLAIN.nearest_whole(values)
-    whole = values + WHOLE
-    return whole - WHOLE, lax.bitcast_convert_type(whole, U32)
+    return PLAIN._replace(ceil=ceil, nearest_whole=rounded)

@@ -10,8 +10,7 @@ From the bottom up:
     transfers    rows between HBM and the vectors of a block
     launch       how a kernel is started
     kernels      the operations on rows
-    norms        norms of rows, and energies of sums
-    solver       the widths of rows
+    widths       norms of rows, energies of sums, and the widths that follow
     backend      their interface
 """
 

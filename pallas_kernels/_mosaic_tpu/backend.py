@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._jax.compat import has_mosaic_tpu, override
-from pallas_kernels._mosaic_tpu import kernels, norms, solver, words
+from pallas_kernels._jax.compat import override
+from pallas_kernels._mosaic_tpu import kernels, widths, words
 from pallas_kernels.backend import Backend, Operation, takes_messages
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.pallas_backend import PallasBackend
@@ -24,28 +24,22 @@ class MosaicTpu(PallasBackend):
     platform = "tpu"
     message_dtype = jnp.uint32
 
-    statistics = staticmethod(norms.statistics)
+    statistics = staticmethod(widths.statistics)
     hop = staticmethod(kernels.hop)
     decompress_accumulate = staticmethod(kernels.decompress_accumulate)
     decompress = staticmethod(kernels.decompress)
-    solve = staticmethod(solver.solve)
-    energies = staticmethod(norms.energies)
+    solve = staticmethod(widths.solve)
+    energies = staticmethod(widths.energies)
     scaled_sums = staticmethod(kernels.scaled_sums)
-    decompress_sums = staticmethod(kernels.decompress_sums)
-
-    @override
-    def why_not_lowered(self) -> str | None:
-        return None if has_mosaic_tpu() else f"JAX {jax.__version__} has no TPU backend of Pallas"
+    decompress_sums = staticmethod(kernels.decompress)
 
     @override
     def why_not_on_devices(self) -> str | None:
         if jax.default_backend() != "tpu":
             return "the default devices are not TPUs"
         kinds = {device.device_kind for device in jax.local_devices() if device.platform == "tpu"}
-        if unknown := sorted(kinds - set(_KINDS)):
-            return (
-                f"its kernels are compiled for TPU v5e, v5p and v6e, and this is a {unknown[0]!r}"
-            )
+        for unknown in sorted(kinds - set(_KINDS)):
+            return f"its kernels are compiled for TPU v5e, v5p and v6e, and this is a {unknown!r}"
         return None
 
     @override

@@ -24,10 +24,9 @@ from pallas_kernels._mosaic_tpu.vectors import (
     sublane,
     take_lanes,
 )
+from pallas_kernels.codec import MAX_WIDTH, Layout
 from pallas_kernels.codec.arithmetic import float_to_code
-from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels, QuadraticLevels
-from pallas_kernels.codec.packing import MAX_WIDTH
 
 NUM_STARTS = MAX_WIDTH + 1  # of the planes of a chunk
 _LEAST_SQUARE = np.float32(2.0**-60)

@@ -28,8 +28,7 @@ from pallas_kernels._mosaic_tpu.vectors import (
     places_of_lanes,
     take_lanes,
 )
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
-from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, Layout, LocalRows, Places
 
 # Lanes whose copies start before a block is decoded. The compiler does not spread copies among the
 # arithmetic that they are next to, and takes fewest bundles for two parts in two places.
@@ -57,49 +56,8 @@ class GatheredRows(NamedTuple):
 
 def hop(payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout) -> Array:
     """Encode the sum of received and local rows."""
-    shape, received = Shape(layout), payloads.shape[0]
-    gathered = _gathered(local, shape)
-
-    def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
-        rows_refs, (table_ref, received_ref, result_ref) = GatheredRows(*refs[:3]), refs[3:6]
-        memory, sent_ref = Memory(*refs[6:-1]), refs[-1]
-
-        @pl.when(step == 0)
-        def _() -> None:
-            words.clear(sent_ref)
-            _receive(received_ref, received, memory, layout)
-
-        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
-        seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
-
-        def of_bits(bits: int) -> None:
-            planes = memory.planes.at[:bits]
-            _sum(block, step, rows_refs, received, memory._replace(planes=planes))
-            rows.encode(block, memory.values, turn_ref[0], seed, planes, sent_ref)
-            _gather(rows_refs, memory, shape.lanes[_EARLY:])
-            message.merge_planes(block, planes, sent_ref)
-
-        _for_width(block, of_bits)
-        _finish(shape, step, memory)
-
-        @pl.when(step == shape.blocks - 1)
-        def _() -> None:
-            transfers.run(words.copy_out(sent_ref, result_ref, memory.others))
-
-    sent = launch.launch(
-        kernel,
-        shape.blocks,
-        [
-            *launch.scalars(chunk, turn, local.seed, local.places),
-            *gathered,
-            _table(layout),
-            # An operand has to have elements.
-            _messages(payloads, layout) if received else (_table(layout)[0], IN_MEMORY),
-        ],
-        (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY),
-        [*_memory(layout, local.rows.dtype, received), words.memory(layout)],
-        name="hop" if received else "compress",
-    )
+    name = "hop" if len(payloads) else "compress"
+    [sent] = _reduce(payloads, local, chunk, turn, layout, name)
     return words.as_message(sent, layout)
 
 
@@ -107,92 +65,99 @@ def decompress_accumulate(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> Array:
     """Sum received and local rows."""
-    return _sums(payloads, local, chunk, layout, with_scales=False)[0]
+    [sums] = _reduce(payloads, local, chunk, 0, layout, "decompress_accumulate")
+    return transfers.as_rows(sums)
 
 
 def scaled_sums(
     payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
 ) -> tuple[Array, Array]:
-    """Sum received and local rows, and compute the scales of the sums."""
-    sums, scales = _sums(payloads, local, chunk, layout, with_scales=True)
-    return sums, words.as_message(scales, layout)
+    """Sum received and local rows, and compute a message of the scales of the sums."""
+    sums, scales = _reduce(payloads, local, chunk, 0, layout, "scaled_sums")
+    return transfers.as_rows(sums), words.as_message(scales, layout)
 
 
-def _sums(
-    payloads: Array, local: LocalRows, chunk: Index, layout: Layout, *, with_scales: bool
+def _reduce(
+    payloads: Array, local: LocalRows, chunk: Index, turn: Index, layout: Layout, name: str
 ) -> list[Array]:
-    """Return sums, and a message of their scales if it is asked for."""
-    shape, received, results = Shape(layout), payloads.shape[0], 1 + with_scales
+    """Sum received and local rows: return the sums, a message of them or of their scales, or both.
 
-    def kernel(step, chunk_ref, _turn, _seed, starts_ref, *refs):
-        gathered, (table_ref, received_ref, sums_ref) = GatheredRows(*refs[:3]), refs[3:6]
-        memory, (result_ref, *scales_ref) = Memory(*refs[5 + results : -results]), refs[-results:]
+    A message of several blocks is made in vector memory.
+    """
+    shape, received = Shape(layout), payloads.shape[0]
+    encodes = name in ("hop", "compress")
+    has_sums, has_message = not encodes, encodes or name == "scaled_sums"
+    count = has_sums + has_message
+
+    def kernel(step, chunk_ref, turn_ref, seed_ref, starts_ref, *refs):
+        gathered, (table_ref, received_ref) = GatheredRows(*refs[:3]), refs[3:5]
+        results, made = refs[5 : 5 + count], refs[-count:]
+        memory = Memory(*refs[5 + count : -count])
 
         @pl.when(step == 0)
         def _() -> None:
-            _receive(received_ref, received, memory, layout)
-            for ref in scales_ref:
-                words.clear(ref)
+            if has_message:
+                words.clear(made[-1])
+            for index in range(received):
+                lines_ref = memory.messages.at[index]
+                transfers.run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
 
         block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
+        seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
 
         def of_bits(bits: int) -> None:
             planes = memory.planes.at[:bits]
             _sum(block, step, gathered, received, memory._replace(planes=planes))
+            if encodes:
+                rows.encode(block, memory.values, turn_ref[0], seed, planes, made[-1])
             _gather(gathered, memory, shape.lanes[_EARLY:])
+            if encodes:
+                message.merge_planes(block, planes, made[-1])
 
         _for_width(block, of_bits)
-        for ref in scales_ref:
-            message.merge_scales(block, rows.quantize_scales(layout, memory.values), ref)
-        transfers.store_values_in_order(memory.values, result_ref)
-        used = HALVES * min(shape.rows, PLACES)
-        lines_ref = sums_ref.at[pl.ds(HALVES * block.first, used)]
-        transfers.run(
-            pltpu.make_async_copy(result_ref.at[pl.ds(0, used)], lines_ref, memory.others)
-        )
-        _finish(shape, step, memory)
+        if has_sums:
+            if has_message:
+                scales = rows.quantize_scales(layout, memory.values)
+                message.merge_scales(block, scales, made[-1])
+            transfers.store_values_in_order(memory.values, made[0])
+            used = HALVES * min(shape.rows, PLACES)
+            source = made[0].at[pl.ds(0, used)]
+            target = results[0].at[pl.ds(HALVES * block.first, used)]
+            transfers.run(pltpu.make_async_copy(source, target, memory.others))
 
         @pl.when(step == shape.blocks - 1)
         def _() -> None:
-            for ref, scales_result_ref in zip(scales_ref, refs[6 : 5 + results], strict=True):
-                transfers.run(words.copy_out(ref, scales_result_ref, memory.others))
+            # The rows that the last step gathered.
+            transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+            if has_message:
+                transfers.run(words.copy_out(made[-1], results[-1], memory.others))
 
-    of_scales = (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY)
-    sums, *scales = launch.launch_several(
+    of_sums = (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY)
+    of_message = (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY)
+    return launch.launch(
         kernel,
         shape.blocks,
         [
-            *launch.scalars(chunk, 0, local.seed, local.places),
+            *launch.scalars(chunk, turn, local.seed, local.places),
             *_gathered(local, shape),
             _table(layout),
-            _messages(payloads, layout),
+            # An operand has to have elements.
+            _messages(payloads, layout) if received else (_table(layout)[0], IN_MEMORY),
         ],
-        [
-            (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY),
-            *[of_scales] * with_scales,
-        ],
+        [*[of_sums] * has_sums, *[of_message] * has_message],
         [
             *_memory(layout, local.rows.dtype, received),
-            pltpu.VMEM((HALVES * PLACES, LANES), F32),
-            *[words.memory(layout)] * with_scales,
+            *[pltpu.VMEM((HALVES * PLACES, LANES), F32)] * has_sums,
+            *[words.memory(layout)] * has_message,
         ],
-        name="scaled_sums" if with_scales else "decompress_accumulate",
+        name=name,
     )
-    return [transfers.as_rows(sums), *scales]
 
 
-def decompress(payloads: Array, places: Places, *, layout: Layout) -> Array:
-    """Decode the messages of all chunks to rows in their original order."""
-    return _decompress(payloads, places, None, layout)
-
-
-def decompress_sums(payloads: Array, places: Places, table: Array, *, layout: Layout) -> Array:
-    """Decode messages whose scales are in the order of another table."""
-    return _decompress(payloads, places, table, layout)
-
-
-def _decompress(payloads: Array, places: Places, table: Array | None, layout: Layout) -> Array:
-    """Decode messages; `table` has the place of the scales of every row, which may be its own."""
+def decompress(
+    payloads: Array, places: Places, table: Array | None = None, *, layout: Layout
+) -> Array:
+    """Decode the messages of all chunks; their scales may be in the order of another table."""
     shape = Shape(layout)
     steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
 
@@ -239,7 +204,7 @@ def _decompress(payloads: Array, places: Places, table: Array | None, layout: La
 
     order = shape.order_of_blocks(places.order, transfers.lines_of_row(F32))
     in_vectors = pl.BlockSpec((1, 1, PLACES), lambda step, *_: (step, 0, 0))
-    lines = launch.launch(
+    [lines] = launch.launch(
         kernel,
         steps,
         [
@@ -250,18 +215,11 @@ def _decompress(payloads: Array, places: Places, table: Array | None, layout: La
             _messages(payloads, layout),
             *([] if table is None else [(shape.order_of_blocks(table, 1), in_vectors)]),
         ],
-        (shape_like((HALVES * layout.num_rows, LANES), F32, payloads), IN_MEMORY),
+        [(shape_like((HALVES * layout.num_rows, LANES), F32, payloads), IN_MEMORY)],
         _memory(layout, F32, 1),
         name="decompress" if table is None else "decompress_sums",
     )
     return transfers.as_rows(lines)
-
-
-def _receive(received_ref, received: int, memory: Memory, layout: Layout) -> None:
-    """Copy the messages that arrived to vector memory."""
-    for index in range(received):
-        lines_ref = memory.messages.at[index]
-        transfers.run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
 
 
 def _sum(block: Block, step: Array, gathered: GatheredRows, received: int, memory: Memory) -> None:
@@ -292,14 +250,6 @@ def _sum(block: Block, step: Array, gathered: GatheredRows, received: int, memor
 def _gather(gathered: GatheredRows, memory: Memory, lanes: Iterable) -> None:
     """Start to gather the rows of the next block."""
     transfers.gather(gathered.next, gathered.lines, memory.staged, memory.semaphore, lanes)
-
-
-def _finish(shape: Shape, step: Array, memory: Memory) -> None:
-    """Wait for the rows that the last step gathered."""
-
-    @pl.when(step == shape.blocks - 1)
-    def _() -> None:
-        transfers.wait(memory.staged, memory.semaphore, shape.lanes)
 
 
 def _for_each_lane(shape: Shape, start: Callable[[list[Array]], None]) -> None:

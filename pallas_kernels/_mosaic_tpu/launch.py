@@ -12,8 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import modes
 from pallas_kernels._mosaic_tpu.vectors import I32
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.ordering import Places
+from pallas_kernels.codec import Index, Places
 
 IN_MEMORY = pl.BlockSpec(memory_space=pl.ANY)
 IN_VECTOR_MEMORY = pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -24,10 +23,9 @@ _ROOM = 8 * 2**20  # bytes of vector memory for spills and what is not listed
 
 
 def scalars(chunk: Index, turn: Index, seed: Array, places: Places) -> list[Operand]:
-    """Return the numbers that a kernel reads one by one, int32.
+    """Return the chunk, the turn, the seed and the starts of all planes, as int32 scalars.
 
-    They are the chunk, the turn, the two of the seed, and the starts of all planes. An array of all
-    of them would take an operation of its own.
+    An array of all of them would take an operation of its own.
     """
     small = [jnp.asarray(value).astype(I32).reshape(1) for value in (chunk, turn)]
     words = lax.bitcast_convert_type(jnp.asarray(seed), I32)
@@ -38,31 +36,14 @@ def launch(
     kernel: Callable,
     steps: int,
     operands: Sequence[Operand],
-    result: Result,
-    scratch: Sequence[Any],
-    name: str,
-) -> Array:
-    """Run a kernel with one result; see `launch_several`."""
-    return launch_several(kernel, steps, operands, [result], scratch, name)[0]
-
-
-def launch_several(
-    kernel: Callable,
-    steps: int,
-    operands: Sequence[Operand],
     results: Sequence[Result],
     scratch: Sequence[Any],
     name: str,
 ) -> list[Array]:
     """Run `kernel(step, *refs)` for all steps, one after the other.
 
-    Args:
-      kernel: function of the step and the refs of all that follows, in this order.
-      steps: number of steps.
-      operands: arrays and their specs; scalars come first, as other specs may depend on them.
-      results: shapes of the results, and their specs.
-      scratch: memory of the kernel.
-      name: name of the kernel in profiles.
+    The refs are those of operands, results and scratch memory, in this order. Scalars come first
+    among the operands, as other specs may depend on them.
     """
     arrays, specs = zip(*operands, strict=True)
     used = sum(_bytes(memory.shape, memory) for memory in scratch if hasattr(memory, "shape"))

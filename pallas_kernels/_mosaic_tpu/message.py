@@ -95,21 +95,13 @@ def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
 def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
     """Load the scales of any places, int32 [8, 128]: those of the lanes, in all sublanes."""
     count = _words_of_groups(layout)
-    first = layout.group_scales_start // 4 + places * count
-    words_of_lanes = words.find(
-        message_ref,
-        [first + word for word in range(count)],
-        layout.group_scales_start // 4,
-        layout.super_scales_start // 4,
-    )
-    groups = _groups(
-        layout, [words_of_lanes[eighth * count // EIGHTHS] for eighth in range(EIGHTHS)]
-    )
-    word = layout.super_scales_start // 4 + (places >> 1)
-    (found,) = words.find(
-        message_ref, [word], layout.super_scales_start // 4, -(-layout.padding_start // 4)
-    )
-    return Scales(groups, _half(found, places))
+    groups, supers = layout.group_scales_start // 4, layout.super_scales_start // 4
+    wanted = [groups + places * count + word for word in range(count)]
+    found = words.find(message_ref, wanted, groups, supers)
+    eighths = [found[eighth * count // EIGHTHS] for eighth in range(EIGHTHS)]
+    wanted = [supers + (places >> 1)]
+    (found_half,) = words.find(message_ref, wanted, supers, -(-layout.padding_start // 4))
+    return Scales(_groups(layout, eighths), _half(found_half, places))
 
 
 def row_energies(layout: Layout, of_rows: Scales) -> Array:
@@ -149,9 +141,8 @@ def _groups(layout: Layout, eighths: Sequence[Array]) -> list[Array]:
 
 def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
     count = _words_of_groups(block.layout)
-    shifted = [
-        group << shift for group, shift in zip(groups, _shifts_of_groups(block.layout), strict=True)
-    ]
+    shifts = _shifts_of_groups(block.layout)
+    shifted = [group << shift for group, shift in zip(groups, shifts, strict=True)]
     at = iota(0) * LANES + iota(1)  # of a word among those of the block
     place, word = at >> (count.bit_length() - 1), at & (count - 1)
     lane = lane_of_places(place & (PLACES - 1))
@@ -166,17 +157,13 @@ def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
 
 def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
     """Join bytes of words, which are repeated in the sublanes of their groups, in all sublanes."""
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = joined | part
+    joined = functools.reduce(jnp.bitwise_or, parts)
     sublanes_of_group = layout.group_size // QUARTERS
     if sublanes_of_group == SUBLANES:
         return joined
     # The groups of an eighth hold different bytes: bring each to all sublanes.
-    result = sublane(joined, 0)
-    for first in range(sublanes_of_group, SUBLANES, sublanes_of_group):
-        result = result | sublane(joined, first)
-    return result
+    firsts = range(0, SUBLANES, sublanes_of_group)
+    return functools.reduce(jnp.bitwise_or, (sublane(joined, first) for first in firsts))
 
 
 def _load_supers(layout: Layout, first: Array, message_ref) -> Array:

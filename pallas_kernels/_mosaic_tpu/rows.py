@@ -29,10 +29,9 @@ from pallas_kernels._mosaic_tpu.vectors import (
     iota,
     over_segments,
 )
-from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float
+from pallas_kernels.codec import Layout, scales
+from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic, code_to_float, nearest_whole
 from pallas_kernels.codec.bit_planes import UNIT, transpose
-from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import level_bits
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
@@ -171,9 +170,4 @@ def _arithmetic() -> Arithmetic:
     """Return operations for a TPU, whose plain root has checks that no level needs."""
     if modes.interpreting():  # XLA cancels the other rounding
         return PLAIN
-    return PLAIN._replace(nearest_whole=_nearest_whole, sqrt=lambda x: x * lax.rsqrt(x))
-
-
-def _nearest_whole(values: Array) -> tuple[Array, Array]:
-    whole = values + WHOLE
-    return whole - WHOLE, bits_of(whole)
+    return PLAIN._replace(nearest_whole=nearest_whole, sqrt=lambda x: x * lax.rsqrt(x))

@@ -5,7 +5,7 @@ a block run while the one before is computed. A float32 row is two rows of 128 i
 row is one row of 128 words: the hardware keeps lanes `j` and `j + 128` in one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,18 +59,14 @@ def staging(dtype: DTypeLike) -> Any:
 
 def gather(order_ref, lines_ref, staged_ref, semaphore, lanes: Iterable[Any]) -> None:
     """Start to copy the rows of places to their lanes."""
-    for lane in lanes:
-        row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line(lines_ref, row), _line_of_lane(staged_ref, lane)
-        pltpu.make_async_copy(source, target, semaphore).start()
+    for row, lane in _lines_of_lanes(order_ref, lines_ref, staged_ref, lanes):
+        pltpu.make_async_copy(row, lane, semaphore).start()
 
 
 def scatter(order_ref, staged_ref, lines_ref, semaphore, lanes: Iterable[Any]) -> None:
     """Start to copy the rows of a block to where `gather` finds them."""
-    for lane in lanes:
-        row = order_ref[0, 0, place_of_lane(lane)]
-        source, target = _line_of_lane(staged_ref, lane), _line(lines_ref, row)
-        pltpu.make_async_copy(source, target, semaphore).start()
+    for row, lane in _lines_of_lanes(order_ref, lines_ref, staged_ref, lanes):
+        pltpu.make_async_copy(lane, row, semaphore).start()
 
 
 def wait(staged_ref, semaphore, lanes: list[int]) -> None:
@@ -115,8 +111,11 @@ def store_values_in_order(values_ref, lines_ref) -> None:
             lines_ref[pl.ds(at, 8, 16 * HALVES), :] = lines[first : first + 8, :]
 
 
-def _line_of_lane(staged_ref, lane: Any) -> Any:
-    return _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
+def _lines_of_lanes(order_ref, lines_ref, staged_ref, lanes: Iterable[Any]) -> Iterator[Any]:
+    """Yield where the row of each lane lies in the bucket, and where in the block."""
+    for lane in lanes:
+        row = order_ref[0, 0, place_of_lane(lane)]
+        yield _line(lines_ref, row), _line(staged_ref, lines_of_row(staged_ref.dtype) * lane)
 
 
 def _line(ref, first: Array | int) -> Any:

@@ -41,12 +41,14 @@ def as_operand(payloads: Array, layout: Layout) -> Array:
     missing = _used_lines(layout) * LANES - payloads.shape[1]
     if missing:
         payloads = jnp.pad(payloads, ((0, 0), (0, missing)))
-    return payloads.reshape(_operand_shape(layout, len(payloads)))
+    return payloads.reshape(result_shape(layout, len(payloads)))
 
 
-def result_shape(layout: Layout) -> tuple[int, ...]:
-    """Return the shape of `as_operand` of one message."""
-    return _operand_shape(layout, 1)
+def result_shape(layout: Layout, count: int = 1) -> tuple[int, ...]:
+    """Return the shape of `as_operand` of some messages."""
+    # A vector, as which messages travel: XLA would copy it to make lines of it.
+    lines = count * _used_lines(layout)
+    return (lines * LANES,) if _has_vectors() else (lines, LANES)
 
 
 def as_message(result: Array, layout: Layout) -> Array:
@@ -81,12 +83,6 @@ def why_too_large(layout: Layout, count: int) -> str | None:
 def memory(layout: Layout, *counts: int) -> Any:
     """Return vector memory for a message, or for as many of them."""
     return pltpu.VMEM((*counts, num_lines(layout), LANES), U32)
-
-
-def _operand_shape(layout: Layout, count: int) -> tuple[int, ...]:
-    # A vector, as which messages travel: XLA would copy it to make lines of it.
-    lines = count * _used_lines(layout)
-    return (lines * LANES,) if _has_vectors() else (lines, LANES)
 
 
 def _has_vectors() -> bool:

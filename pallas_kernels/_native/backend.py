@@ -14,11 +14,8 @@ from jax import Array
 from pallas_kernels._jax.compat import match_varying, override
 from pallas_kernels._native import library
 from pallas_kernels.backend import Backend, Operation
-from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.layout import Layout
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, Layout, LocalRows, Places
 from pallas_kernels.codec.levels import GeometricLevels
-from pallas_kernels.codec.ordering import LocalRows, Places
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 from pallas_kernels.codec.rounding import Rounding
 
 _ROUNDINGS: dict[Rounding, int] = {"nearest": 0, "correlated": 1, "independent": 2}

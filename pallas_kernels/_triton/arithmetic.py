@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import modes
-from pallas_kernels.codec.arithmetic import PLAIN, WHOLE, Arithmetic, code_to_float
+from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic, code_to_float, nearest_whole
 from pallas_kernels.codec.rounding import half_to_offset
 
 
@@ -20,12 +20,9 @@ def arithmetic() -> Arithmetic:
 
 
 def bytes_to_float(words: Array, index: Array) -> tuple[Array, Array]:
-    """Convert byte `index`, 0 to 3, of uint32 words. Shapes broadcast.
+    """Convert byte `index`, 0 to 3, of uint32 words: a sign above a magnitude of seven bits.
 
-    A byte is a sign above a magnitude of seven bits.
-
-    Returns:
-      Magnitudes in float32, and words whose top bit is the sign.
+    Shapes broadcast. Returns magnitudes in float32, and words whose top bit is the sign.
     """
     magnitudes = words & np.uint32(0x7F7F7F7F)
     if modes.interpreting():
@@ -80,10 +77,9 @@ def join_top(first: Array, second: Array) -> Array:
 
 
 def signs_to_halves(low: Array, high: Array, index: Array) -> Array:
-    """Repeat the top bit of byte `index`, 0 to 3, of two uint32 words. Shapes broadcast.
+    """Repeat the top bit of byte `index`, 0 to 3, of two uint32 words in a half of one.
 
-    Returns:
-      uint32: that of `low` in all of the low half, and that of `high` in all of the high one.
+    Shapes broadcast. That of `low` is in all of the low half, and that of `high` in the high one.
     """
     if modes.interpreting():
         top = index.astype(jnp.uint32) * np.uint32(8) + np.uint32(7)
@@ -104,7 +100,7 @@ def to_float32(values: Array) -> Array:
 def magnitude_bits(values: Array) -> Array:
     """Return bits of magnitudes, int32, whose maxima are those of |x|.
 
-    Magnitudes are compared as integers, since Triton's maximum of floats drops NaN.
+    They are compared as integers, since Triton's maximum of floats drops NaN.
     """
     if modes.interpreting():
         bounds = jnp.abs(values)
@@ -168,11 +164,6 @@ def _instruction(ptx: str, dtype: DTypeLike = jnp.float32) -> Callable[..., Arra
     return apply
 
 
-def _nearest_whole(value: Array) -> tuple[Array, Array]:
-    whole = value + WHOLE  # XLA would cancel this, Triton does not
-    return whole - WHOLE, lax.bitcast_convert_type(whole, jnp.uint32)
-
-
 # Triton never contracts a product and a sum, and guards roots and reciprocals against subnormals,
 # of which there are none here.
 _PTX = Arithmetic(
@@ -182,5 +173,5 @@ _PTX = Arithmetic(
     sqrt=_instruction("sqrt.approx.ftz.f32"),
     reciprocal=_instruction("rcp.approx.ftz.f32"),
     ceil=PLAIN.ceil,
-    nearest_whole=_nearest_whole,
+    nearest_whole=nearest_whole,
 )

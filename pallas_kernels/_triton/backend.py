@@ -11,9 +11,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import message_types
 from pallas_kernels._jax.compat import has_triton, override, shape_like
 from pallas_kernels._triton import message, rows
-from pallas_kernels._triton.blocks import Blocks, LaunchConfig, launch
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, LocalRows, Places
-from pallas_kernels.codec.layout import Layout
+from pallas_kernels._triton.blocks import LaunchConfig, for_each_block, launch
+from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, Layout, LocalRows, Places
 from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 from pallas_kernels.pallas_backend import GpuBackend
 
@@ -60,12 +59,14 @@ class Triton(GpuBackend):
             pieces = rows.gather(rows_ref, row)
             if received:
                 pieces = rows.add_messages(block, pieces, received_ref, received)
-            rows.encode(block, pieces, rows.Noise(turn_ref[0], seed_ref), sent_ref)
+            rows.encode(block, pieces, turn_ref[0], seed_ref, sent_ref)
 
         messages = [message_types.as_units(payloads.reshape(-1))] if received else []
-        sent = Blocks(layout, self._config, local.places, chunk).run(
+        sent = for_each_block(
             kernel,
-            [turn, local.seed, local.rows, *messages],
+            layout,
+            self._config,
+            [chunk, *local.places, turn, local.seed, local.rows, *messages],
             shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
             first=lambda used, *refs: message.pad(layout, used, refs[-1]),
         )
@@ -82,9 +83,11 @@ class Triton(GpuBackend):
             pieces = rows.add_messages(block, pieces, messages_ref, received)
             rows.scatter(pieces, sums_ref, block.place)
 
-        return Blocks(layout, self._config, local.places, chunk).run(
+        return for_each_block(
             kernel,
-            [local.rows, message_types.as_units(payloads.reshape(-1))],
+            layout,
+            self._config,
+            [chunk, *local.places, local.rows, message_types.as_units(payloads.reshape(-1))],
             shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
         )
 
@@ -94,8 +97,10 @@ class Triton(GpuBackend):
             start = block.chunk * (layout.payload_bytes // 2)
             rows.scatter(rows.decode(block, messages_ref, start), rows_ref, row)
 
-        return Blocks(layout, self._config, places).run(
+        return for_each_block(
             kernel,
-            [message_types.as_units(payloads.reshape(-1))],
+            layout,
+            self._config,
+            [None, *places, message_types.as_units(payloads.reshape(-1))],
             shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
         )

@@ -23,12 +23,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import modes
 from pallas_kernels._triton.arithmetic import join_low, join_top
-from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec import MAX_WIDTH, Index, Layout
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.levels import Levels
-from pallas_kernels.codec.ordering import Places
-from pallas_kernels.codec.packing import MAX_WIDTH
 
 PIECES, LANES = 8, 32  # of a row, of a piece
 U32 = jnp.uint32
@@ -94,93 +91,78 @@ class Block:
         return own + self.start(bit) * (UNIT // 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The blocks of a chunk, or of all chunks, which the second axis of the grid counts."""
+def for_each_block(
+    kernel: Callable,
+    layout: Layout,
+    config: LaunchConfig,
+    operands: Sequence[Any],
+    out_shape: jax.ShapeDtypeStruct,
+    *,
+    first: Callable | None = None,
+) -> Array:
+    """Run `kernel(block, row, *operand refs, out ref)` for the blocks of a chunk, or of all chunks.
 
-    layout: Layout
-    config: LaunchConfig
-    places: Places
-    chunk: Index | None = None  # None for all
+    The first operands, which the kernel finds in its block, are the chunk, or None for all, and the
+    arrays of `Places`. `row` are the original rows at the places of a block, int32 [rows]. The
+    first program calls `first` before, with the units that planes take and the refs.
+    """
+    of_chunk, order, widths, starts, *others = operands
+    numbers, structure = layout.quantizer.level_table()
 
-    def run(
-        self,
-        kernel: Callable,
-        operands: Sequence[Any],
-        out_shape: jax.ShapeDtypeStruct,
-        first: Callable | None = None,
-    ) -> Array:
-        """Run `kernel(block, row, *operand refs, out ref)` for all blocks.
-
-        Args:
-          kernel: function of a block, the original rows at its places, int32 [rows], and refs.
-          operands: arrays and numbers that the kernel takes.
-          out_shape: of its result.
-          first: what the first program does before, of the units that planes take and the refs.
-        """
-        numbers, structure = self.layout.quantizer.level_table()
-
-        def body(chunk_ref, order_ref, widths_ref, starts_ref, levels_ref, *refs):
-            index = pl.program_id(0)
-            chunk = pl.program_id(1) if self.chunk is None else chunk_ref[0]
-            # Now the compiler knows that no index overflows, and adds constants to addresses.
-            chunk = chunk & np.int32(2**20 - 1)
-            if first is not None:
-                pl.when(index == 0)(lambda: first(starts_ref[chunk, MAX_WIDTH], *refs))
-
-            widest, narrowest = (widths_ref[chunk, place] for place in self._ends(index))
-
-            def handle(width: Array, _: None) -> None:
-                # In nearly all programs. Without `width`, the compiler would make two loops.
-                all_alike = (width == narrowest) & (width == widest)
-                start, stop = lax.cond(
-                    all_alike,
-                    lambda: self._ends(index),
-                    lambda: self._places_of_width(width, index, starts_ref, chunk),
-                )
-
-                @pl.when(start <= stop)
-                def _handle() -> None:
-                    columns = [levels_ref[width, i] for i in range(numbers.shape[1])]
-                    place = lax.min(start + iota(self.config.rows), stop)
-                    block = Block(
-                        layout=self.layout,
-                        chunk=chunk,
-                        place=place,
-                        width=width,
-                        levels=jax.tree.unflatten(structure, columns),
-                        starts_ref=starts_ref,
-                        low_starts=[starts_ref[chunk, bit] for bit in range(8)],
-                    )
-                    kernel(block, order_ref[chunk, place], *refs)
-
-            lax.fori_loop(narrowest, widest + 1, handle, None)
-
-        chunks = self.layout.num_chunks if self.chunk is None else 1
-        grid = (self.config.programs(self.layout.rows_per_chunk), chunks)
-        tables = [0 if self.chunk is None else self.chunk, *self.places, numbers]
-        return launch(body, grid, self.config, [*tables, *operands], out_shape)
-
-    def _ends(self, index: Array) -> tuple[Array, Array]:
+    def ends(index: Array) -> tuple[Array, Array]:
         """Return the first and the last place of a program."""
-        first = index * self.config.rows
-        most = jnp.int32(self.layout.rows_per_chunk - 1)
-        return first, lax.min(first + (self.config.rows - 1), most)
+        first_place = index * config.rows
+        most = jnp.int32(layout.rows_per_chunk - 1)
+        return first_place, lax.min(first_place + (config.rows - 1), most)
 
-    def _places_of_width(
-        self, width: Array, index: Array, starts_ref, chunk: Index
-    ) -> tuple[Array, Array]:
-        """Return the first and the last place of a program that has a width."""
+    def body(chunk_ref, order_ref, widths_ref, starts_ref, levels_ref, *refs):
+        index = pl.program_id(0)
+        chunk = pl.program_id(1) if of_chunk is None else chunk_ref[0]
+        # Now the compiler knows that no index overflows, and adds constants to addresses.
+        chunk = chunk & np.int32(2**20 - 1)
+        if first is not None:
+            pl.when(index == 0)(lambda: first(starts_ref[chunk, MAX_WIDTH], *refs))
 
-        def rows_in_plane(bit: Array) -> Array:
-            return starts_ref[chunk, bit + 1] - starts_ref[chunk, bit]
+        widest, narrowest = (widths_ref[chunk, place] for place in ends(index))
 
-        # Rows in plane `width` are wider, and those that are not in the plane before narrower.
-        most, (first, last) = jnp.int32(MAX_WIDTH - 1), self._ends(index)
-        wider = jnp.where(width > most, 0, rows_in_plane(lax.min(width, most)))
-        enough = rows_in_plane(lax.max(width - 1, 0))
-        enough = jnp.where(width > 0, enough, self.layout.rows_per_chunk)
-        return lax.max(first, wider), lax.min(last, enough - 1)
+        def places_of(width: Array) -> tuple[Array, Array]:
+            """Return the first and the last place of the program that has a width."""
+
+            def rows_in_plane(bit: Array) -> Array:
+                return starts_ref[chunk, bit + 1] - starts_ref[chunk, bit]
+
+            # Rows in plane `width` are wider, and those that are not in the plane before narrower.
+            most, (first_place, last) = jnp.int32(MAX_WIDTH - 1), ends(index)
+            wider = jnp.where(width > most, 0, rows_in_plane(lax.min(width, most)))
+            enough = rows_in_plane(lax.max(width - 1, 0))
+            enough = jnp.where(width > 0, enough, layout.rows_per_chunk)
+            return lax.max(first_place, wider), lax.min(last, enough - 1)
+
+        def handle(width: Array, _: None) -> None:
+            # In nearly all programs. Without `width`, the compiler would make two loops.
+            all_alike = (width == narrowest) & (width == widest)
+            start, stop = lax.cond(all_alike, lambda: ends(index), lambda: places_of(width))
+
+            @pl.when(start <= stop)
+            def _handle() -> None:
+                columns = [levels_ref[width, i] for i in range(numbers.shape[1])]
+                place = lax.min(start + iota(config.rows), stop)
+                block = Block(
+                    layout=layout,
+                    chunk=chunk,
+                    place=place,
+                    width=width,
+                    levels=jax.tree.unflatten(structure, columns),
+                    starts_ref=starts_ref,
+                    low_starts=[starts_ref[chunk, bit] for bit in range(8)],
+                )
+                kernel(block, order_ref[chunk, place], *refs)
+
+        lax.fori_loop(narrowest, widest + 1, handle, None)
+
+    grid = (config.programs(layout.rows_per_chunk), layout.num_chunks if of_chunk is None else 1)
+    tables = [0 if of_chunk is None else of_chunk, order, widths, starts, numbers]
+    return launch(body, grid, config, [*tables, *others], out_shape)
 
 
 def to_lanes(by_group: Array) -> Array:
@@ -213,22 +195,17 @@ def merge_pairs(values: Array, join: Callable[[Array, Array], Array]) -> Array:
     return join(first, second)
 
 
-def merge_lanes(values: Array, count: int, bits: int | None = None) -> Array:
-    """Merge `count` neighbors of uint32 [rows, m] into one word."""
-    shifts = (iota(count) * (bits or 32 // count)).astype(U32)
-    parts = values.reshape(values.shape[0], -1, count) << shifts[None, None, :]
+def merge_halves(values: Array) -> Array:
+    """Merge neighbors of uint32 [rows, m] into one word."""
+    shifts = (iota(2) * 16).astype(U32)
+    parts = values.reshape(values.shape[0], -1, 2) << shifts[None, None, :]
     return jnp.sum(parts, axis=2, dtype=U32)
 
 
 def split_lanes(words: Array, count: int, bits: int | None = None) -> Array:
-    """Invert `merge_lanes`, except for the bits above: uint32 [rows, m * count]."""
+    """Split words into neighbors, except for the bits above: uint32 [rows, m * count]."""
     shifts = (iota(count) * (bits or 32 // count)).astype(U32)
     return (words[:, :, None] >> shifts[None, None, :]).reshape(words.shape[0], -1)
-
-
-def in_every_byte(value: int) -> np.uint32:
-    """Repeat a byte four times."""
-    return np.uint32(value * 0x01010101)
 
 
 def iota(count: int) -> Array:

@@ -19,13 +19,11 @@ from pallas_kernels._triton.blocks import (
     Block,
     iota,
     merge_bytes,
-    merge_lanes,
+    merge_halves,
     split_lanes,
 )
-from pallas_kernels.codec.arithmetic import Index
+from pallas_kernels.codec import MAX_WIDTH, Index, Layout
 from pallas_kernels.codec.bit_planes import UNIT, transpose
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.packing import MAX_WIDTH
 
 
 def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> list[Array]:
@@ -35,7 +33,7 @@ def load_codes(block: Block, message_ref, start: Index, bits: Sequence[int]) -> 
     def load(bit: int) -> Array:
         units = start + block.plane(bit)
         has_bit = jnp.broadcast_to(block.width > bit, units.shape)
-        return merge_lanes(triton.load(message_ref.at[units], mask=has_bit, other=0).astype(U32), 2)
+        return merge_halves(triton.load(message_ref.at[units], mask=has_bit, other=0).astype(U32))
 
     return transpose([load(bit) for bit in bits], select_bits)
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,28 +24,20 @@ from pallas_kernels._triton.blocks import (
     PIECES,
     U32,
     Block,
-    in_every_byte,
     iota,
     merge_bytes,
     merge_tops,
     split_lanes,
     to_lanes,
 )
-from pallas_kernels.codec import scales
-from pallas_kernels.codec.arithmetic import WHOLE, Index, code_to_float
+from pallas_kernels.codec import Index, scales
+from pallas_kernels.codec.arithmetic import WHOLE, code_to_float
 from pallas_kernels.codec.levels import level_bits, scale_gaps
 from pallas_kernels.codec.rounding import lane_words, row_words
 
 Pieces = Sequence[Array]  # float32 [rows, 32] each
 
 _SIGN_ON_TOP = (*range(1, 8), 0)  # bits of a code, in the order of those of a byte
-
-
-class Noise(NamedTuple):
-    """Number of a compression, which its rounding offsets depend on."""
-
-    turn: Array
-    seed_ref: Any
 
 
 def add_messages(block: Block, pieces: Pieces, messages_ref, received: int) -> list[Array]:
@@ -99,7 +90,7 @@ def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) 
     return lax.cond(block.width > 8, wide, narrow)
 
 
-def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
+def encode(block: Block, pieces: Pieces, turn: Array, seed_ref, message_ref) -> None:
     """Write the block's part of a message."""
     layout, ops = block.layout, arithmetic()
     maxima, row_maxima = [], []
@@ -110,7 +101,7 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
     super_bits = scales.quantize_super_scales(functools.reduce(jnp.maximum, row_maxima).astype(U32))
     # A byte of each lane, whose top bit is the sign.
     tops = [merge_tops(lax.bitcast_convert_type(values, U32)) for values in pieces]
-    words = _noise_words(block, noise, tops)
+    words = _noise_words(block, turn, seed_ref, tops)
     levels = scale_gaps(block.levels, np.float32(1) if words is None else offset_unit())
     magnitudes, group_scales = [], []
     for piece, (values, maximum) in enumerate(zip(pieces, maxima, strict=True)):
@@ -127,7 +118,7 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
     @pl.when(block.width <= 8)
     def _() -> None:
         of_bytes = zip(tops, (merge_bytes(magnitude, 4) for magnitude in magnitudes), strict=True)
-        codes = [select_bits(in_every_byte(0x80), *word) for word in of_bytes]
+        codes = [select_bits(np.uint32(0x80808080), *word) for word in of_bytes]
         message.store_codes(block, codes, _SIGN_ON_TOP, message_ref)
 
     @pl.when(block.width > 8)
@@ -139,11 +130,7 @@ def encode(block: Block, pieces: Pieces, noise: Noise, message_ref) -> None:
 
 
 def _of_bytes(words: Array) -> tuple[Array, Array]:
-    """Split bytes of sign and magnitude, in words [rows, 8].
-
-    Returns:
-      Magnitudes in float32 and words whose top bit is the sign, both [rows, 32].
-    """
+    """Split bytes of sign and magnitude, in words [rows, 8]: see `bytes_to_float`, [rows, 32]."""
     value, sign = bytes_to_float(words[:, :, None], iota(4)[None, None, :])
     return value.reshape(-1, LANES), sign.reshape(-1, LANES)
 
@@ -172,20 +159,19 @@ def _group_maxima(bits: Array, row_maxima: Array, group_size: int) -> Array:
     return jnp.max(bits.reshape(-1, LANES // group_size, group_size), axis=2)
 
 
-def _noise_words(block: Block, noise: Noise, tops: list[Array]) -> list[Array] | None:
+def _noise_words(block: Block, turn: Array, seed_ref, tops: list[Array]) -> list[Array] | None:
     """Compute words of rounding offsets; None if offsets are constant.
 
     Pieces 0 to 3 are in the low halves and 4 to 7 in the high ones. All bits of the offset of a
-    negative value are flipped, which mirrors it: see `codec.encode_rows`. Signs are the top bits of
-    the bytes of `tops`, of all pieces.
+    negative value are flipped, which mirrors it: see `codec.encode_rows`. Signs are in `tops`.
     """
     rounding = block.layout.quantizer.rounding
     if rounding == "nearest":
         return None
     ids = (block.chunk * block.layout.rows_per_chunk + block.place).astype(U32)
-    rows = row_words(ids, noise.turn, noise.seed_ref, rounding)[:, None]
+    rows = row_words(ids, turn, seed_ref, rounding)[:, None]
     lanes = [(iota(LANES) + LANES * piece).astype(U32)[None, :] for piece in range(PIECES // 2)]
-    words = [lane_words(rows, lane, noise.turn, rounding) for lane in lanes]
+    words = [lane_words(rows, lane, turn, rounding) for lane in lanes]
     index = iota(4)[None, None, :]
     signs = [
         signs_to_halves(low[:, :, None], high[:, :, None], index).reshape(-1, LANES)

@@ -26,7 +26,7 @@ from pallas_kernels.codec.ordering import (
     rank,
     restore_rows,
 )
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE, WIDTHS, row_bytes
+from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE, WIDTHS, row_bytes
 from pallas_kernels.codec.rounding import offsets
 from pallas_kernels.codec.rows import l2_norm
 

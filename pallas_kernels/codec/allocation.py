@@ -153,13 +153,8 @@ def count_by_blocks(
     """Compute `search_at_least` in two steps, which take a GPU or a TPU less time than a search.
 
     The values are cut into about as many blocks as a block has values. Blocks whose last value is
-    at least a threshold count as a whole. Of the next block, each value is compared.
-
-    Args:
-      values: values, largest first: int32 [n].
-      thresholds: thresholds, int32 of any shape.
-      select: function of blocks, int32 [count, size], and of indices, int32 [m], that returns the
-        selected blocks, [m, size]. What it returns for the index `count` does not matter.
+    at least a threshold count as a whole. Of the next block, each value is compared: `select`
+    returns the blocks, int32 [count, size], of some indices, int32 [m], and anything for `count`.
     """
     size = 1 << math.ceil(values.size.bit_length() / 2)
     count = -(-values.size // size)
@@ -183,10 +178,9 @@ def select_by_product(blocks: Array, indices: Array) -> Array:
 
     A product with zeros and one 1 is exact: it adds zeros to an integer below 2^24.
     """
-    chosen = (jnp.arange(len(blocks), dtype=jnp.int32)[None] == indices[:, None]).astype(
-        jnp.float32
-    )
-    return jnp.dot(chosen, blocks.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    chosen = jnp.arange(len(blocks), dtype=jnp.int32)[None] == indices[:, None]
+    operands = chosen.astype(jnp.float32), blocks.astype(jnp.float32)
+    return jnp.dot(*operands, precision=lax.Precision.HIGHEST)
 
 
 # How many values are at least each threshold: the way that is fast on each platform.

@@ -43,8 +43,10 @@ def float_to_code(value: Array) -> Array:
     return bits & np.uint32(2**22 - 1)
 
 
-def _nearest_whole(value: Array) -> tuple[Array, Array]:
-    return _with_bits(jnp.round(value))
+def nearest_whole(value: Array) -> tuple[Array, Array]:
+    """Round to whole numbers by a sum, which kernels keep and XLA cancels; see `Arithmetic`."""
+    whole = value + WHOLE
+    return whole - WHOLE, lax.bitcast_convert_type(whole, jnp.uint32)
 
 
 def _with_bits(whole: Array) -> tuple[Array, Array]:
@@ -58,5 +60,5 @@ PLAIN = Arithmetic(
     sqrt=jnp.sqrt,
     reciprocal=lambda value: np.float32(1) / value,
     ceil=lambda value: _with_bits(jnp.ceil(value)),
-    nearest_whole=_nearest_whole,
+    nearest_whole=lambda value: _with_bits(jnp.round(value)),
 )

@@ -27,7 +27,7 @@ _EIGHTHS = np.arange(8, dtype=np.uint8)
 
 
 def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index) -> Array:
-    """Write the codes of consecutive places of a chunk into its planes.
+    """Write the codes of consecutive places of a chunk into its planes, and nothing else.
 
     Args:
       units: planes, uint8 [units, 32], with room for `count` units after the last.
@@ -35,26 +35,13 @@ def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index)
       widths: widths of the places, not increasing: int32 [count].
       starts: first unit of every plane, int32 [16 or more].
       first: the first of the places.
-
-    Returns:
-      The new planes; nothing but the bits of these places changes.
     """
     functions = {"cpu": pack_one_by_one, "default": pack_at_once}
     return platform_dependent(functions, units, codes, widths, starts, first)
 
 
 def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
-    """Read the codes of consecutive places of a chunk.
-
-    Args:
-      units: planes, uint8 [units, 32], with `count` more units after the last.
-      widths: widths of the places, not increasing: int32 [count].
-      starts: first unit of every plane, int32 [16 or more].
-      first: the first of the places.
-
-    Returns:
-      Codes, uint16 [count, 8, 32]: each row in eighths.
-    """
+    """Read the codes that `pack` writes: uint16 [count, 8, 32], each row in eighths."""
     # `jax.vmap` computes both branches below with operands that vary as their condition does. A
     # constant of a branch would be one that JAX marks as varying for a second time.
     flags = match_varying(jnp.asarray(np.uint8(1) << _EIGHTHS)[None, :, None], widths)
@@ -114,12 +101,14 @@ Select = Callable[[np.unsignedinteger, Array, Array], Array]  # (mask, ones, zer
 
 
 def _select(mask: np.unsignedinteger, ones: Array, zeros: Array) -> Array:
-    """Take the bits of `ones` where a mask has ones and those of `zeros` elsewhere."""
     return zeros ^ ((zeros ^ ones) & mask)
 
 
 def transpose(words: Sequence[Array], select: Select = _select) -> list[Array]:
-    """Swap bit i of byte b of word k and bit k of byte b of word i, for eight unsigned words."""
+    """Swap bit i of byte b of word k and bit k of byte b of word i, for eight unsigned words.
+
+    `select` takes the bits of `ones` where a mask has ones, and those of `zeros` elsewhere.
+    """
     words = list(words)
     number = words[0].dtype.type
     in_every_byte = np.iinfo(number).max // 0xFF
@@ -156,10 +145,7 @@ def _plane(codes: Array, bit: Index) -> Array:
 
 
 def _spread(plane: Array, flags: Array, bit: int) -> Array:
-    """Spread the bits of bytes, uint8 [rows, 32], to one bit of uint8 [rows, 8, 32].
-
-    `flags` are the bits of a byte, uint8 [1, 8, 1].
-    """
+    """Spread the bits of bytes, uint8 [rows, 32], to one bit of uint8 [rows, 8, 32]."""
     # An eighth of a row is the largest piece that is one slice at one bit. With an axis of its own
     # for it, XLA:CPU fuses all of this and vectorizes inside the eighth. Bytes have no shift there.
     has_bit = (plane[:, None, :] & flags) != 0

@@ -134,9 +134,8 @@ class Layout:
         return rows.reshape(-1)[: self.size]
 
     def message(self, planes: Array, group_bytes: Array, super_bits: Array) -> Array:
-        """Join planes, group scales and super-scales into one message, uint8 [payload_bytes].
-
-        They are uint8 [units, 32], uint8 [R, groups] and uint16 [R].
+        """Join planes, uint8 [units, 32], group scales, uint8 [R, groups], and super-scales, uint16
+        [R], into one message, uint8 [payload_bytes].
         """
         parts = [planes, group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
         message = jnp.concatenate([part.reshape(-1) for part in parts])
@@ -148,17 +147,11 @@ class Layout:
         return planes.reshape(*payload.shape[:-1], self.units, UNIT)
 
     def scales(self, payload: Array) -> tuple[Array, Array]:
-        """Read group scales and super-scales from messages, [..., length].
+        """Read group scales and super-scales from messages, uint8 [..., payload_bytes].
 
         They are uint8 [..., R, groups] and uint16 [..., R].
         """
         rows = (*payload.shape[:-1], self.rows_per_chunk)
-        if payload.dtype == jnp.uint32:
-            words = payload[..., self.group_scales_start // 4 :]
-            of_groups = self.rows_per_chunk * self.groups // 4
-            group_bytes = _split_words(words[..., :of_groups], 4).astype(jnp.uint8)
-            super_bits = _split_words(words[..., of_groups:], 2)[..., : self.rows_per_chunk]
-            return group_bytes.reshape(*rows, self.groups), super_bits.astype(jnp.uint16)
         group_bytes = payload[..., self.group_scales_start : self.super_scales_start]
         super_bytes = payload[..., self.super_scales_start : self.padding_start]
         super_bits = lax.bitcast_convert_type(super_bytes.reshape(*rows, 2), jnp.uint16)
@@ -166,37 +159,12 @@ class Layout:
 
     def with_scales(self, payload: Array, group_bytes: Array, super_bits: Array) -> Array:
         """Replace the scales of messages; the shapes are those that `scales` returns."""
-        batch = payload.shape[:-1]
-        if payload.dtype == jnp.uint32:
-            odd = super_bits.shape[-1] % 2
-            super_bits = jnp.pad(super_bits, [(0, 0)] * len(batch) + [(0, odd)])
-            scales = [_join_words(group_bytes.reshape(*batch, -1), 4), _join_words(super_bits, 2)]
-            start = self.group_scales_start // 4
-            section = slice(start, start + sum(part.shape[-1] for part in scales))
-        else:
-            super_bytes = lax.bitcast_convert_type(super_bits, jnp.uint8)
-            scales = [part.reshape(*batch, -1) for part in (group_bytes, super_bytes)]
-            section = slice(self.group_scales_start, self.padding_start)
+        parts = [group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
+        scales = [part.reshape(*payload.shape[:-1], -1) for part in parts]
+        section = slice(self.group_scales_start, self.padding_start)
         return payload.at[..., section].set(jnp.concatenate(scales, axis=-1))
 
     def with_scales_of(self, payload: Array, other: Array) -> Array:
-        """Replace the scales of a message by those of another."""
+        """Replace the scales of a message, of bytes or words, by those of another."""
         start = self.group_scales_start // other.dtype.itemsize
         return jnp.concatenate([payload[:start], other[start:]])
-
-
-def _split_words(words: Array, parts: int) -> Array:
-    """Split uint32 words, [..., words], into parts, uint32 [..., words * parts]."""
-    split = (words[..., None] >> _shifts(words.ndim, parts)) & np.uint32(2 ** (32 // parts) - 1)
-    return split.reshape(*words.shape[:-1], -1)
-
-
-def _join_words(values: Array, parts: int) -> Array:
-    """Invert `_split_words`, for unsigned integers."""
-    grouped = values.astype(jnp.uint32).reshape(*values.shape[:-1], -1, parts)
-    return jnp.sum(grouped << _shifts(values.ndim, parts), axis=-1, dtype=jnp.uint32)
-
-
-def _shifts(batch: int, parts: int) -> np.ndarray:
-    shifts = np.arange(parts, dtype=np.uint32) * np.uint32(32 // parts)
-    return shifts.reshape(*(1,) * batch, parts)

@@ -203,10 +203,8 @@ def make_levels(width: int, spacing: Spacing, gap_ratio: float) -> Levels:
     levels: Levels
     if gap_ratio == 1:
         levels = UniformLevels(top, 1 / top, 1 / top, shift=0.5 + top * _INVERSE_ERROR)
-    elif spacing == "quadratic":
-        levels = _quadratic(top, gap_ratio)
     else:
-        levels = _geometric(top, gap_ratio)
+        levels = (_quadratic if spacing == "quadratic" else _geometric)(top, gap_ratio)
     return jax.tree.map(np.float32, levels._replace(top=num_levels(width)))
 
 
@@ -227,10 +225,8 @@ def position_table(width: int, spacing: Spacing, gap_ratio: float) -> np.ndarray
 
 def levels_of_rows(table: Sequence[Levels], index_of_row: Array) -> Levels:
     """Return the levels of every row, `table[index_of_row]`, as columns [rows, 1]."""
-    functions = {
-        "cpu": functools.partial(gather_levels, table),
-        "default": functools.partial(select_levels, table),
-    }
+    ways = {"cpu": gather_levels, "default": select_levels}
+    functions = {platform: functools.partial(way, table) for platform, way in ways.items()}
     return platform_dependent(functions, index_of_row)
 
 
@@ -311,8 +307,7 @@ def _geometric_coefficients(top: int, log_range: float, degree: int = 6) -> tupl
     else:
         points = 0.5 + 0.5 * np.cos(np.pi * (np.arange(64) + 0.5) / 64)
     values = np.expm1(log_range * points) / (math.expm1(log_range) * points)
-    fitted = np.polynomial.Polynomial.fit(
-        points, values, min(degree, top - 1), domain=[0, 1], window=[0, 1]
-    )
+    terms = min(degree, top - 1)
+    fitted = np.polynomial.Polynomial.fit(points, values, terms, domain=[0, 1], window=[0, 1])
     coefficients = [c / top ** (i + 1) for i, c in enumerate(fitted.coef)]
     return (*coefficients, *[0.0] * (degree + 1 - len(coefficients)))

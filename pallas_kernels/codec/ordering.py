@@ -59,8 +59,8 @@ def place_rows(
       norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
       layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
-      sort: function that sorts words; `sort_words` if None.
-      solve: solver of widths by energies; that of the layout if None.
+      sort: function that sorts words in place of `sort_words`.
+      solve: solver of widths by energies in place of that of the layout.
     """
     norm_bits = jnp.where(norm_bits > _LARGEST_NORM, _LEAST_NORM, norm_bits)
     if consecutive:
@@ -90,9 +90,8 @@ def make_places(order: Array, plane_rows: Array) -> Places:
 def rank(weights: Array, *, sort: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
     """Sort weights along the last axis, largest first, and equal ones by their index.
 
-    Args:
-      weights: uint16 below 2^15, such as the bits of a bfloat16 that is not negative.
-      sort: function that sorts words; `sort_words` if None.
+    Weights are uint16 below 2^15, such as the bits of a bfloat16 that is not negative. `sort` sorts
+    words in place of `sort_words`.
 
     Returns:
       Indices, int32, and the sorted weights, both of the same shape.

@@ -30,34 +30,29 @@ def row_bytes(width: int) -> int:
 
 
 def pack(codes: Array, width: int) -> list[Array]:
-    """Pack codes into planes.
-
-    Args:
-      codes: uint16 [rows, 256], below 2**width.
-      width: bits of a code.
+    """Pack codes, uint16 [rows, 256] below 2**width, into planes.
 
     Returns:
       The planes, low bits first, uint8 [rows * 32 * bits] each. One after the other they are what
       `unpack` takes.
     """
-    # Each plane is an OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction
-    # over a middle axis; spelled as slices and ORs of one fused value it runs at a fifth of the
-    # speed.
     packed, low = [], 0
     for bits in planes(width):
+        lanes = 8 // bits
         field = ((codes >> np.uint16(low)) & np.uint16(2**bits - 1)).astype(jnp.uint8)
-        packed.append(_merge_lanes(field, bits).reshape(-1))
+        if lanes > 1:
+            # An OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction over
+            # a middle axis; spelled as slices and ORs of one fused value it runs at a fifth of the
+            # speed.
+            field = field.reshape(-1, lanes, row_bytes(bits)) << _shifts(bits)[None, :, None]
+            field = lax.reduce(field, np.uint8(0), lax.bitwise_or, (1,))
+        packed.append(field.reshape(-1))
         low += bits
     return packed
 
 
 def unpack(packed: Array, rows: int, width: int) -> Array:
-    """Invert `pack`.
-
-    Args:
-      packed: all planes, uint8 [rows * row_bytes(width)].
-      rows: number of rows.
-      width: bits of a code.
+    """Invert `pack`, for all planes, uint8 [rows * row_bytes(width)].
 
     Returns:
       Codes, uint16 [rows, 8, 32]: each row in eighths.
@@ -68,20 +63,14 @@ def unpack(packed: Array, rows: int, width: int) -> Array:
     for bits in planes(width):
         lanes, stop = 8 // bits, start + rows * row_bytes(bits)
         plane = packed[start:stop].reshape(rows, 1, bits, 32)
-        shifts = np.arange(lanes, dtype=np.uint8) * np.uint8(bits)
         shares = jnp.broadcast_to(plane, (rows, lanes, bits, 32))
-        field = (shares >> shifts[None, :, None, None]) & np.uint8(2**bits - 1)
+        field = (shares >> _shifts(bits)[None, :, None, None]) & np.uint8(2**bits - 1)
         field = field.reshape(rows, 8, 32).astype(jnp.uint16) << np.uint16(low)
         codes = codes | field if low else field
         low, start = low + bits, stop
     return codes
 
 
-def _merge_lanes(values: Array, bits: int) -> Array:
-    """Merge fields of `bits` bits, uint8 [rows, 256], into full bytes, [rows, 32 * bits]."""
-    lanes = 8 // bits
-    if lanes == 1:
-        return values
-    shifts = np.arange(lanes, dtype=np.uint8) * np.uint8(bits)
-    values = values.reshape(-1, lanes, row_bytes(bits)) << shifts[None, :, None]
-    return lax.reduce(values, np.uint8(0), lax.bitwise_or, (1,))
+def _shifts(bits: int) -> np.ndarray:
+    """Return where the fields of `bits` bits lie in a byte."""
+    return np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)

@@ -30,11 +30,11 @@ _LANE = np.uint32(0x9E3779B1)  # odd, so that lanes map to distinct words
 
 
 def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Array | np.float32:
-    """Compute the offsets of a block of rows.
+    """Compute the offsets of a block of rows; see section 4 of docs/wire_format.md.
 
     Args:
       row_ids: uint32 [rows], `chunk * rows_per_chunk + place`.
-      turn: number of this compression of the chunk, see section 4 of docs/wire_format.md.
+      turn: number of this compression of the chunk.
       seed: uint32 [2], the same on all workers.
       rounding: see the module; `nearest` is deterministic and biased.
 
@@ -62,9 +62,7 @@ def row_words(
 def lane_words(rows: Array, lanes: Array, turn: Index, rounding: Rounding) -> Array:
     """Combine the words of rows with `lanes`, uint32 below 128; the shapes broadcast.
 
-    Returns:
-      uint32 words, whose low halves are the offsets of `lanes` and whose high halves are those of
-      `lanes + 128`.
+    The low halves of the results are the offsets of `lanes`, and the high ones of `lanes + 128`.
     """
     # The word of the row is mixed already: `mix` without its first step suffices for the lanes.
     words = _mix_mixed(rows + lanes * _LANE)
@@ -72,10 +70,8 @@ def lane_words(rows: Array, lanes: Array, turn: Index, rounding: Rounding) -> Ar
 
 
 def half_to_offset(words: Array) -> Array:
-    """Convert the low half h of uint32 words to (h + 1/2) / 2^16, float32.
-
-    By its bits, which is cheaper than a conversion.
-    """
+    """Convert the low half h of uint32 words to (h + 1/2) / 2^16, float32."""
+    # By its bits, which is cheaper than a conversion.
     bits = (words & np.uint32(0xFFFF)) | np.uint32(0x43000000)  # 128 + h / 2^16
     return lax.bitcast_convert_type(bits, jnp.float32) - np.float32(128 - 2**-17)
 

@@ -13,10 +13,7 @@ LARGEST_UNIT = scales.LARGEST_BITS.view(np.float32)
 
 
 def l2_norm(values: Array, axis: int) -> Array:
-    """Compute the L2 norm of float32 values along an axis, for all of float32.
-
-    It is not finite where a value is not.
-    """
+    """Compute the L2 norm of any float32 values along an axis; not finite where a value is not."""
     # Squares of 1e-30 or 1e30 leave the range of float32.
     unit = jnp.minimum(jnp.max(jnp.abs(values), axis=axis, keepdims=True), LARGEST_UNIT)
     squares = jnp.sum((values * inverse_unit(unit)) ** 2, axis=axis)
@@ -31,13 +28,9 @@ def inverse_unit(unit: Array) -> Array:
 def encode_rows(
     rows: Array, offset: Array | np.float32, levels: Levels, *, group_size: int
 ) -> tuple[Array, Array, Array]:
-    """Quantize rows.
+    """Quantize rows, float32 [rows, 256], with their levels.
 
-    Args:
-      rows: float32 [rows, 256].
-      offset: rounding offsets, float32 [rows, 256] or a scalar.
-      levels: levels of every row.
-      group_size: coordinates that share a group scale.
+    Rounding offsets are float32 [rows, 256] or a scalar.
 
     Returns:
       Codes uint16 [rows, 256], group scales uint8 [rows, 256 / group_size], super-scales uint16

@@ -33,8 +33,8 @@ def group_maxima(rows: Array, group_size: int) -> Array:
 def quantize_super_scales(maxima: Array) -> Array:
     """Round row maxima up to super-scales: bits of float32 to bits of bfloat16, uint32, any shape.
 
-    A row that holds NaN, Inf or a magnitude above 8.47e37 gets a NaN, which all of its coordinates
-    decode to: an integer code cannot carry it.
+    A row that holds NaN, Inf or a magnitude above 8.47e37, which no integer code can carry, gets a
+    NaN: all of its coordinates decode to that.
     """
     rounded_up = (maxima + np.uint32(0xFFFF)) >> np.uint32(16)
     return jnp.where(maxima <= _LARGEST_SUPER_SCALE, rounded_up, NAN_BITS)
@@ -43,12 +43,9 @@ def quantize_super_scales(maxima: Array) -> Array:
 def quantize_group_scales(
     maxima: Array, super_bits: Array, ops: Arithmetic = PLAIN
 ) -> tuple[Array, Array]:
-    """Round group maxima up to group scales.
+    """Round group maxima, bits of float32 in uint32, up to group scales.
 
-    Args:
-      maxima: bits of float32, uint32.
-      super_bits: super-scales, bits of bfloat16 in uint32, of a shape that broadcasts.
-      ops: elementary operations.
+    Super-scales are bits of bfloat16 in uint32, of a shape that broadcasts.
 
     Returns:
       Whole numbers from 0 to 255, float32, and the bits of those + `arithmetic.WHOLE`.
@@ -59,10 +56,8 @@ def quantize_group_scales(
 
 
 def quantize_scales(maxima: Array) -> tuple[Array, Array]:
-    """Round group maxima to group scales and super-scales.
-
-    Maxima are bits in uint32 [rows, groups]. Group scales are uint8 [rows, groups], and
-    super-scales bits of bfloat16 in uint16 [rows].
+    """Round group maxima, bits in uint32 [rows, groups], to group scales, uint8 [rows, groups], and
+    super-scales, bits of bfloat16 in uint16 [rows].
     """
     super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
     group_scales, _ = quantize_group_scales(maxima, super_bits[:, None])
@@ -72,12 +67,8 @@ def quantize_scales(maxima: Array) -> tuple[Array, Array]:
 def row_energies(group_bytes: Array, super_bits: Array) -> Array:
     """Compute a logarithm of the sum of squared scales of rows.
 
-    The squared error of a row is proportional to that sum. The result, an integer, is the same on
-    all hardware.
-
-    Args:
-      group_bytes: group scales, uint8 [..., groups].
-      super_bits: super-scales, bits of bfloat16, uint16 [...].
+    The squared error of a row is proportional to that sum. The scales are uint8 [..., groups] and
+    bits of bfloat16, uint16 [...]. The result, an integer, is the same on all hardware.
 
     Returns:
       uint16 [...] below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
@@ -88,9 +79,7 @@ def row_energies(group_bytes: Array, super_bits: Array) -> Array:
 
 
 def energies_of(squares: Array, super_bits: Array) -> Array:
-    """Compute `row_energies`, uint32, of the sums of squared group scales, int32, and the bits of
-    super-scales, uint32.
-    """
+    """Compute `row_energies` from sums of squared group scales, int32, and super-scales, uint32."""
     # The sums are below 2^24: exact. The upper half of the bits of a float is a logarithm, if
     # linear within each octave.
     log_squares = lax.bitcast_convert_type(squares.astype(jnp.float32), jnp.uint32) >> np.uint32(16)
@@ -99,11 +88,7 @@ def energies_of(squares: Array, super_bits: Array) -> Array:
 
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
-    """Compute the scales that both ends use, float32 [rows, groups].
-
-    Group scales are integers below 256 [rows, groups], and super-scales bits of bfloat16 in
-    unsigned integers [rows].
-    """
+    """Compute the scales that both ends use, float32 [rows, groups], from integers."""
     return scale_of_groups(group_bytes.astype(jnp.int32).astype(jnp.float32), super_bits)
 
 
@@ -120,11 +105,10 @@ def scale_step(super_bits: Array) -> Array:
 
 
 def inverse_of_groups(group_scales: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
-    """Compute factors that normalize a group: float32 [rows, groups].
+    """Compute `reciprocal` of `scale_of_groups` with one check a row instead of one a group.
 
-    They do what `reciprocal` of `scale_of_groups` does, with one check a row instead of one a
-    group. A group scale is 0 where all magnitudes are below 2^-140 of the row's: any factor that
-    keeps them far below a level gives the same codes.
+    A group scale is 0 where all magnitudes are below 2^-140 of the row's: any factor that keeps
+    them far below a level gives the same codes.
     """
     step = scale_step(super_bits)
     step = jnp.where(step < np.finfo(np.float32).tiny, np.float32(np.inf), step)

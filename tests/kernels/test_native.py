@@ -17,9 +17,17 @@ from dynamiq_jax._measurement.gradients import worker_gradient
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import _native
-from pallas_kernels.codec import Allocation, Layout, LocalRows, Places, Quantizer, make_places
+from pallas_kernels.codec import (
+    MAX_WIDTH,
+    WIDTHS,
+    Allocation,
+    Layout,
+    LocalRows,
+    Places,
+    Quantizer,
+    make_places,
+)
 from pallas_kernels.codec.bit_planes import UNIT
-from pallas_kernels.codec.packing import MAX_WIDTH, WIDTHS
 from pallas_kernels.differences import compare
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import HARD

@@ -84,16 +84,17 @@ def test_sections_are_those_of_the_oracle(group_size, seed):
     np.testing.assert_array_equal(layout.message(planes, *map(jnp.asarray, of_rows)), first)
     assert layout.padding_start < layout.payload_bytes
 
-    # Of several messages at once, in bytes or words; replaced scales leave the codes and the
-    # padding alone.
-    two = np.stack([first, second])
+    # Of several messages at once; replaced scales leave the codes and the padding alone.
+    two = jnp.stack([first, second])
+    for part, found in enumerate(layout.scales(two)):
+        np.testing.assert_array_equal(found, np.stack([of_rows[part], others[part]]))
     swapped = [jnp.stack([b, a]) for a, b in zip(of_rows, others, strict=True)]
+    np.testing.assert_array_equal(layout.with_scales(two, *swapped), two[::-1])
+    # The scales of another message, in bytes or words.
     for dtype in (jnp.uint8, jnp.uint32):
-        payloads = message_types.convert(jnp.asarray(two), dtype)
-        for part, found in enumerate(layout.scales(payloads)):
-            np.testing.assert_array_equal(found, np.stack([of_rows[part], others[part]]))
-        replaced = layout.with_scales(payloads, *swapped)
-        np.testing.assert_array_equal(message_types.convert(replaced, jnp.uint8), two[::-1])
+        one, other = (message_types.convert(jnp.asarray(m), dtype) for m in (first, second))
+        replaced = message_types.convert(layout.with_scales_of(one, other), jnp.uint8)
+        np.testing.assert_array_equal(replaced, second)
 
 
 def test_every_row_has_the_levels_of_its_width():

@@ -1,7 +1,8 @@
-"""Widths of the rows of chunks, by the search of `codec.allocation`, as one kernel.
+"""Widths of rows by Mosaic TPU kernels: norms and energies, from which they follow, and the search.
 
-XLA makes some dozens of small programs of that search, each of which takes longer than its work. A
-step of the kernel solves for 8 chunks: a sublane is a chunk, or a part of one if there are fewer.
+XLA makes some dozens of small programs of the search of `codec.allocation`, each of which takes
+longer than its work. A step of that kernel solves for 8 chunks: a sublane is a chunk, or a part of
+one if there are fewer.
 """
 
 import functools
@@ -11,24 +12,85 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._jax.compat import shape_like
-from pallas_kernels._mosaic_tpu import launch
+from pallas_kernels._mosaic_tpu import launch, message, transfers, words
+from pallas_kernels._mosaic_tpu.blocks import Shape
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
     I32,
     LANES,
+    PLACES,
     SUBLANES,
     VECTOR,
     iota,
+    lane_of_places,
     over_segments,
+    take_lanes,
 )
-from pallas_kernels.codec.allocation import ENERGY_LIMIT, Allocation
-from pallas_kernels.codec.layout import Layout
-from pallas_kernels.codec.packing import MAX_WIDTH
+from pallas_kernels.codec import MAX_WIDTH, SUPER_GROUP_SIZE, Allocation, Layout, l2_norm
+from pallas_kernels.codec.allocation import ENERGY_LIMIT
 
+_BLOCKS_OF_STEP = 8  # of the statistics
 _NO_ROW = -(2**30)  # below all thresholds
 _VECTORS_OF_TURN = 8
+
+
+def statistics(values: Array) -> Array:
+    """Compute the norm of every row."""
+    num_rows = values.shape[0]
+    # Lines of two dimensions, also of bfloat16: pairs of these are words of rows as they are.
+    lines = transfers.as_lines(values).reshape(-1, LANES)
+    count = -(-num_rows // PLACES)  # vectors of 128 norms
+    of_step = min(_BLOCKS_OF_STEP, count)
+    block = of_step * PLACES * len(lines) // num_rows, LANES
+
+    def kernel(step, lines_ref, norms_ref, values_ref):
+        of_block = lines_ref.shape[0] // of_step
+        for index in range(of_step):
+            transfers.load_values(lines_ref.at[pl.ds(index * of_block, of_block)], values_ref)
+            norms_ref[index : index + 1, :] = l2_norm(values_ref[...], axis=0)[None]
+
+    shape = shape_like((count, LANES), F32, values)
+    [norms] = launch.launch(
+        kernel,
+        -(-count // of_step),
+        [(lines, pl.BlockSpec(block, lambda step: (step, 0)))],
+        [(shape, pl.BlockSpec((of_step, LANES), lambda step: (step, 0)))],
+        [pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32)],
+        name="statistics",
+    )
+    return norms.reshape(-1)[:num_rows]
+
+
+def energies(payloads: Array, *, layout: Layout) -> Array:
+    """Compute logarithms of the energies of the rows of messages."""
+    shape, count = Shape(layout), len(payloads)
+
+    def kernel(step, received_ref, energies_ref, message_ref, semaphore):
+        index = step // shape.blocks
+        block = step - index * shape.blocks
+
+        @pl.when(block == 0)
+        def _() -> None:
+            transfers.run(words.copy_in(received_ref, index, message_ref, layout, semaphore))
+
+        scales = message.load_scales(layout, block * PLACES, message_ref)
+        found = message.row_energies(layout, scales)
+        in_order = take_lanes(found, lane_of_places(iota(1)))
+        energies_ref[...] = in_order[:1, :][None]
+
+    of_blocks = shape_like((count * shape.blocks, 1, PLACES), I32, payloads)
+    [found] = launch.launch(
+        kernel,
+        count * shape.blocks,
+        [(words.as_operand(payloads, layout), launch.IN_MEMORY)],
+        [(of_blocks, pl.BlockSpec((1, 1, PLACES), lambda step: (step, 0, 0)))],
+        [words.memory(layout), pltpu.SemaphoreType.DMA],
+        name="energies",
+    )
+    return found.reshape(count, -1)[:, : shape.rows]
 
 
 class _Problem(NamedTuple):
@@ -81,7 +143,7 @@ def solve(energies: Array, *, layout: Layout) -> Array:
     digits = (ENERGY_LIMIT - problem.lowest).bit_length()
     energies = jnp.pad(energies, ((0, missing), (0, 0)), constant_values=np.int32(_NO_ROW))
 
-    def kernel(step, energies_ref, result_ref):
+    def kernel(_, energies_ref, result_ref):
         def narrow(index: Array, found: _Found) -> _Found:
             price = found.price + (np.int32(1 << (digits - 1)) >> index)
             tried = _count(energies_ref, problem.thresholds(price), parts)
@@ -99,18 +161,17 @@ def solve(energies: Array, *, layout: Layout) -> Array:
         found = lax.fori_loop(0, digits, narrow, found)
         of_steps = _share(found, problem)
         result = jnp.zeros(VECTOR, F32)
-        for bit, index in _bits_of_steps(layout.allocation):
-            result = jnp.where(iota(1) == bit, of_steps[index], result)
+        for step, rows_of_step in zip(layout.allocation.steps, of_steps, strict=True):
+            for bit in range(step.before, step.after):
+                result = jnp.where(iota(1) == bit, rows_of_step, result)
         result_ref[...] = result.astype(I32)
 
-    result = launch.launch(
+    shape = shape_like((groups * SUBLANES, LANES), I32, energies)
+    [result] = launch.launch(
         kernel,
         groups,
         [(energies, pl.BlockSpec((SUBLANES, columns), lambda step: (step, 0)))],
-        (
-            shape_like((groups * SUBLANES, LANES), I32, energies),
-            pl.BlockSpec(VECTOR, lambda step: (step, 0)),
-        ),
+        [(shape, pl.BlockSpec(VECTOR, lambda step: (step, 0)))],
         [],
         name="solve",
     )
@@ -134,13 +195,9 @@ def _count(energies_ref, thresholds: list[Array], parts: int) -> list[Array]:
     turns = energies_ref.shape[1] // (_VECTORS_OF_TURN * LANES)
     counts = [jnp.zeros(VECTOR, F32) for _ in thresholds]
     counts = lax.fori_loop(0, turns, add, counts)
-    return [_of_chunk(counted, parts) for counted in counts]
-
-
-def _of_chunk(counted: Array, parts: int) -> Array:
-    """Sum over the lanes and the sublanes of a chunk, and repeat it in all of them."""
-    total = jnp.broadcast_to(jnp.sum(counted, axis=1, keepdims=True), VECTOR)
-    return over_segments(total, parts, jnp.add)
+    # Over the lanes and the sublanes of a chunk, repeated in all of them.
+    sums = (jnp.broadcast_to(jnp.sum(each, axis=1, keepdims=True), VECTOR) for each in counts)
+    return [over_segments(total, parts, jnp.add) for total in sums]
 
 
 def _share(found: _Found, problem: _Problem) -> list[Array]:
@@ -165,12 +222,3 @@ def _whole_share(left: Array, size: int) -> Array:
     rest = left - share * np.float32(size)
     share = jnp.where(rest < 0, share - 1, share)
     return jnp.where(rest >= size, share + 1, share)
-
-
-def _bits_of_steps(allocation: Allocation) -> list[tuple[int, int]]:
-    """Return every bit of a code, and the step that brings it."""
-    return [
-        (bit, index)
-        for index, step in enumerate(allocation.steps)
-        for bit in range(step.before, step.after)
-    ]
