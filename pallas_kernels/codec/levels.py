@@ -181,8 +181,8 @@ def level_bits(
 
 def scale_gaps(levels: Levels, factor: np.float32) -> Levels:
     """Multiply the gaps by a power of two, for offsets that are divided by it."""
-    of_gap = ({"first_gap", "growth"} & set(levels._fields)) if factor != 1 else ()
-    return levels._replace(**{name: getattr(levels, name) * factor for name in of_gap})
+    names = [name for name in ("first_gap", "growth") if factor != 1 and name in levels._fields]
+    return levels._replace(**{name: getattr(levels, name) * factor for name in names})
 
 
 def top_code(levels: Levels) -> Array | np.uint32:

@@ -124,12 +124,8 @@ def test_every_backend_writes_the_bytes_of_the_base(name):
 def test_derived_operations_are_made_of_those_of_the_backend():
     backend, local = Compiled(), some_rows(LAYOUT)
     messages = some_messages(LAYOUT, "float32", 1, 2)
-    found = backend.scaled_sums(messages, local, CHUNK, layout=LAYOUT)
+    jax.eval_shape(lambda: backend.scaled_sums(messages, local, CHUNK, layout=LAYOUT))
     assert backend.traced == ["decompress_accumulate"]
-    for ours, of_base in zip(
-        found, BASE.scaled_sums(messages, local, CHUNK, layout=LAYOUT), strict=True
-    ):
-        np.testing.assert_array_equal(ours, of_base)
     assert all(backend.derives(operation) for operation in (*DERIVED, Backend.sort))
     assert not any(BACKENDS["mosaic_tpu"].derives(operation) for operation in DERIVED)
 
@@ -137,19 +133,16 @@ def test_derived_operations_are_made_of_those_of_the_backend():
 def test_an_operation_takes_and_returns_messages_of_one_type():
     """Whatever the type is that the backend has."""
     words = Compiled(message_dtype=jnp.uint32)
-    messages, local = some_messages(LAYOUT, "float32", 1, 1), some_rows(LAYOUT)
-    taken = []
+    messages, taken = np.arange(LAYOUT.payload_bytes, dtype=np.uint8)[None], []
 
-    def hop(payloads, *args, **static):
+    def hop(payloads, **static):
         taken.append(payloads.dtype)
-        sent = BASE.run(Backend.hop, payloads, *args, **static)
-        assert sent.dtype == jnp.uint32
-        return sent
+        return payloads[0]
 
     words.hop = hop
-    sent = words.run(Backend.hop, messages, local, CHUNK, 1, layout=LAYOUT)
-    assert taken == [jnp.uint32]
-    np.testing.assert_array_equal(sent, BASE.hop(messages, local, CHUNK, 1, layout=LAYOUT))
+    sent = words.run(Backend.hop, jnp.asarray(messages), layout=LAYOUT)
+    assert taken == [jnp.uint32] and sent.dtype == np.uint8
+    np.testing.assert_array_equal(sent, messages[0])
 
 
 # ------------------------------------------------------------------------------------------ choice
@@ -157,14 +150,10 @@ def test_an_operation_takes_and_returns_messages_of_one_type():
 
 def test_a_backend_of_the_platform_is_the_default(register):
     backend = Compiled()
-    expected = compress()
     register(backend)
-    np.testing.assert_array_equal(jax.jit(compress)(), expected)
-    assert backend.traced == ["hop"]
-    jax.jit(functools.partial(compress, implementation="xla"))()
-    assert backend.traced == ["hop"]
-    jax.jit(functools.partial(compress, implementation="compiled"))()
-    assert backend.traced == ["hop"] * 2
+    for implementation, traced in ((None, 1), ("xla", 1), ("compiled", 2)):
+        jax.eval_shape(functools.partial(compress, implementation=implementation))
+        assert backend.traced == ["hop"] * traced
 
 
 def test_what_a_backend_has_no_code_for_is_left_to_the_base(register):
@@ -175,7 +164,7 @@ def test_what_a_backend_has_no_code_for_is_left_to_the_base(register):
         (geometric, "float32", "it has no code for spacing='geometric'"),
         (LAYOUT, "float16", "it has no code for float16"),
     ):
-        compress(layout, dtype)
+        jax.eval_shape(functools.partial(compress, layout, dtype))
         assert backend.traced == []
         with pytest.raises(ValueError, match=f"'compiled' cannot run this: {reason}. Use None"):
             compress(layout, dtype, "compiled")
@@ -184,7 +173,7 @@ def test_what_a_backend_has_no_code_for_is_left_to_the_base(register):
 def test_a_backend_that_is_not_here_is_left_out_and_named_with_the_reason(register):
     backend = Compiled(missing="its library is not built")
     register(backend)
-    compress()
+    jax.eval_shape(compress)
     assert backend.traced == []
     for name in (lambda: compress(implementation="compiled"), lambda: choice.check("compiled")):
         with pytest.raises(ValueError, match=r"cannot run here: its library is not built\. Use"):
@@ -193,16 +182,18 @@ def test_a_backend_that_is_not_here_is_left_out_and_named_with_the_reason(regist
         dq.DynamiQ(implementation="compiled")
 
 
-def test_the_first_of_a_platform_that_is_able_is_chosen(register):
+def test_the_first_of_each_platform_that_is_able_is_chosen(register):
     first, second = Compiled(), Compiled(name="second")
     register(first, second)
     rows = jnp.ones((2, 256))
     for missing, chosen in ((None, first), ("it is missing", second)):
         first.missing = missing
-        found = choice.fastest(Backend.statistics, rows)
-        assert found == {"default": BASE, "cpu": chosen}
+        assert choice.fastest(Backend.statistics, rows) == {"default": BASE, "cpu": chosen}
     narrow = rows.astype(jnp.float16)
     assert choice.fastest(Backend.statistics, narrow) == {"default": BASE}
+    with modes.without_gpu("compile"):
+        found = choice.fastest(Backend.statistics, rows)
+    assert found == {"default": BASE, "cpu": second, "cuda": BACKENDS["triton"]}
 
 
 def test_the_type_of_messages_is_that_of_the_default_platform(register):
@@ -217,28 +208,8 @@ def test_the_type_of_messages_is_that_of_the_default_platform(register):
     assert found == {"default": BASE, "cpu": second}
 
 
-def test_kernels_of_each_platform_are_in_one_program(register):
-    register(Compiled())
-    with modes.without_gpu("compile"):
-        found = choice.fastest(Backend.statistics, jnp.ones((2, 256)))
-    assert {platform: backend.name for platform, backend in found.items()} == {
-        "default": "xla",
-        "cpu": "compiled",
-        "cuda": "triton",
-    }
-
-
 @pytest.mark.parametrize(("dtype", "is_taken"), [("float8_e4m3fn", False), ("float16", True)])
 def test_rows_of_8_bits_are_left_to_the_base_on_gpus(dtype, is_taken):
     with modes.without_gpu("compile"):
         chosen = choice.fastest(Backend.statistics, jnp.ones((2, 256), dtype))
     assert ("cuda" in chosen) == is_taken
-
-
-def test_named_kernels_refuse_arrays_beyond_32_bit_indices():
-    rows = jax.ShapeDtypeStruct((2**23, 256), jnp.bfloat16)
-    with (
-        modes.without_gpu("compile"),
-        pytest.raises(ValueError, match=r"'triton' cannot run this: .* 2,147,483,648 elements"),
-    ):
-        jax.eval_shape(functools.partial(operations.statistics, implementation="triton"), rows)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels import _xla, first_use, operations
-from pallas_kernels.codec import levels, place_rows, scales
+from pallas_kernels.codec import levels, scales
 from pallas_kernels.codec.arithmetic import PLAIN
 from pallas_kernels.codec.rows import decode_rows
 from pallas_kernels.modes import without_gpu
@@ -54,11 +54,7 @@ def test_a_broken_backend_is_named_once_and_the_sum_is_right(
 
 
 @pytest.mark.parametrize(
-    ("reciprocals", "products"),
-    [
-        (2, -2),
-        pytest.param(-2, -2, marks=pytest.mark.slow),
-    ],
+    ("reciprocals", "products"), [(2, -2), pytest.param(-2, -2, marks=pytest.mark.slow)]
 )
 def test_roundings_of_other_hardware_do_not_change_the_message(reciprocals, products, monkeypatch):
     """Both are off by some units in the last place, as approximate instructions may be."""
@@ -101,15 +97,15 @@ def test_the_message_has_all_widths_and_hard_rows():
 def test_results_of_all_operations_on_messages_depend_on_them():
     """A backend that decodes something else is then found by any of them."""
     trial = first_use.small_trial()
+
+    @jax.jit
+    def results(messages):
+        return {name: call.by(BASE) for name, call in trial.calls(messages).items()}
+
     messages = jax.jit(lambda: trial.send(BASE))()
-    calls, of_others = trial.calls(messages), trial.calls(jnp.zeros_like(messages))
-    reading = set(calls) - {"statistics", "compress", "order", "widths"}
-    assert {name for name in calls if depends(calls[name], of_others[name])} == reading
-
-
-def depends(call, other):
-    one, two = (jax.tree.leaves(jax.jit(each.by, static_argnums=0)(BASE)) for each in (call, other))
-    return any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(one, two, strict=True))
+    found, of_zeros = results(messages), results(jnp.zeros_like(messages))
+    depending = {n for n in found if not np.array_equal(found[n], of_zeros[n], equal_nan=True)}
+    assert depending == set(found) - {"statistics", "compress", "order", "widths"}
 
 
 def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backend, monkeypatch):
@@ -121,14 +117,9 @@ def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backe
         return _xla.hop(*args, **kwargs)
 
     chosen_backend(backend(hop=hop))
-    layout = dq.DynamiQ(bits=6.0, widths=(4, 8)).layout(4096, num_chunks=2)
-    payload = jnp.zeros((1, layout.payload_bytes), jnp.uint8)
 
     def norms(rows):
         return operations.statistics(rows)
-
-    def sums(rows):
-        return jnp.sum(norms(rows))
 
     rows = jax.random.normal(jax.random.key(0), (3, 4, 256))
     expected = np.linalg.norm(np.asarray(rows), axis=-1)
@@ -139,16 +130,12 @@ def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backe
     tried = len(hops)
     looped = jax.jit(lambda rows: jax.lax.scan(lambda c, x: (c, norms(x)), 0, rows)[1])(rows)
     np.testing.assert_array_equal(looped, found)
-    assert np.isfinite(jax.grad(sums)(rows[0])).all()
-    local = operations.LocalRows(jnp.ones((16, 256)), places_of(layout), jnp.zeros(2, jnp.uint32))
-    operations.hop(payload, local, 0, 1, layout=layout)
+    assert np.isfinite(jax.grad(lambda rows: jnp.sum(norms(rows)))(rows[0])).all()
+    trial = first_use.small_trial()
+    payload = jnp.zeros((1, trial.layout.payload_bytes), jnp.uint8)
+    jax.eval_shape(lambda: operations.hop(payload, trial.local, 0, 1, layout=trial.layout))
     assert hops[tried:] == ["MainThread"]
     assert operations.refused_backends() == ()
-
-
-def places_of(layout) -> operations.Places:
-    """Places of rows of equal norms."""
-    return place_rows(np.ones(layout.num_rows, np.uint16), layout)
 
 
 def test_the_check_can_be_switched_off(chosen_backend, monkeypatch):

@@ -22,10 +22,6 @@ def test_without_the_library_its_name_is_refused_with_the_reason(fresh, tmp_path
     monkeypatch.setattr(library, "why_not", fresh)
     with pytest.raises(ValueError, match=r"implementation='native' cannot run here: .*compiler"):
         choice.check("native")
-
-
-def test_a_file_that_is_no_library_has_a_reason(fresh, tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "PATH", tmp_path / build.LIBRARY)
     library.PATH.write_bytes(b"no library")
     assert f"{build.LIBRARY} does not load" in fresh()
 

@@ -100,20 +100,11 @@ def call(table, rows=2, columns=(4, 4), results=(6,), dtypes=(np.float32, np.flo
 @pytest.mark.parametrize(
     "table",
     [
-        [0, 0, 0, 0, 5],
-        [0, 1, 0, 0, 4],
-        [0, -1, 0, 0, 2],
-        [0, 2**62, 0, 0, 2],
-        [0, 0, 0, 0, 2**62],
-        [0, 0, 0, 0, -1],
-        [0, 2**63 - 1, 0, 0, 1],
-        [2, 0, 0, 0, 1],
-        [-1, 0, 0, 0, 1],
-        [0, 0, 0, 3, 4],
-        [0, 0, 0, -1, 2],
-        [0, 0, 0, 2**62, 1],
-        [0, 0, 1, 0, 1],
-        [0, 0, -1, 0, 1],
+        *([0, start, 0, 0, length] for start, length in ((0, 5), (1, 4), (-1, 2), (2**62, 2))),
+        *([0, start, 0, 0, length] for start, length in ((0, 2**62), (0, -1), (2**63 - 1, 1))),
+        *([source, 0, 0, 0, 1] for source in (2, -1)),
+        *([0, 0, 0, at, length] for at, length in ((3, 4), (-1, 2), (2**62, 1))),
+        *([0, 0, result, 0, 1] for result in (1, -1)),
         [0, 0, 0, 0, 2, 1, 0, 0, 1, 2],
         [0, 0, 0, 2, 2, 1, 0, 0, 0, 2],
     ],
@@ -128,37 +119,28 @@ def test_segments_that_leave_their_arrays_are_an_error(table):
 
 
 def test_arrays_that_do_not_fit_are_an_error():
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match="table has 4 numbers, and 5 are a segment"
+    of_vector = jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((2,), np.float32))
+    segment = [0, 0, 0, 0, 1]
+    for wrong, message in (
+        (lambda: call([0, 0, 0, 0]), "table has 4 numbers, and 5 are a segment"),
+        (
+            lambda: call(segment, dtypes=(np.float32, np.int32)),
+            r"different rows or dtypes: S32\[2, 4\] and F32",
+        ),
+        (
+            lambda: of_vector(jnp.ones(2), table=np.array(segment, np.int64)),
+            r"an array has the shape \[2\], not \[rows, columns\]\. Use",
+        ),
     ):
-        call([0, 0, 0, 0])
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"different rows or dtypes: S32\[2, 4\] and F32"
-    ):
-        call([0, 0, 0, 0, 1], dtypes=(np.float32, np.int32))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError,
-        match=r"an array has the shape \[2\], not \[rows, columns\]\. Use",
-    ):
-        jax.block_until_ready(
-            jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((2,), np.float32))(
-                jnp.ones(2), table=np.array([0, 0, 0, 0, 1], np.int64)
-            )
-        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(wrong())
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_large_segments_are_split_among_threads(rows, data_mesh):
     """Blocks end inside of segments, of gaps and of rows, on several devices at once."""
-    table = Table(
-        (
-            Segment(0, 5, 0, 100_001, 300_000),
-            Segment(1, 0, 0, 1, 7),
-            Segment(1, 9, 1, 70_000, 70_001),
-        ),
-        (300_010, 100_000),
-        (500_000, 140_003),
-    )
+    segments = (0, 5, 0, 100_001, 300_000), (1, 0, 0, 1, 7), (1, 9, 1, 70_000, 70_001)
+    table = Table(segments, (300_010, 100_000), (500_000, 140_003))
     sources = values(table.sources, 4 * rows)
     mapped = jax.shard_map(
         lambda *sources: copy(sources, table),

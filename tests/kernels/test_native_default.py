@@ -8,7 +8,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels import _native, choice, first_use, operations
@@ -41,41 +40,39 @@ def program_of(function, *args) -> str:
 # -------------------------------------------------------------------------------- where it is
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_an_all_reduce_runs_it_and_has_the_bits_of_the_base(check_vma, data_mesh):
-    def reduce(gradient, implementation):
-        method = dq.DynamiQ(implementation=implementation)
-        return dq.pmean(gradient[0], "data", key=jax.random.key(1), method=method)
+def test_a_mean_runs_it_and_has_the_bits_of_the_base_which_can_be_exported():
+    """An export says that the call is not portable, also where a user never named the backend."""
+    gradients = jnp.asarray(of_workers(0, 2, 2560))
 
-    gradients = of_workers(0, 2, 256 * 70)
-    found = {}
-    for implementation in (None, "xla"):
-        mapped = jax.shard_map(
-            functools.partial(reduce, implementation=implementation),
-            mesh=data_mesh(2),
-            in_specs=P("data"),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-        lowered = jax.jit(mapped).lower(gradients)
-        assert (CALL in lowered.as_text()) == (implementation is None)
-        found[implementation] = lowered.compile()(gradients)
-    np.testing.assert_array_equal(found[None], found["xla"])
+    def mean(implementation):
+        method = dq.DynamiQ(implementation=implementation)
+        one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
+        return jax.jit(jax.vmap(one, axis_name="data"))
+
+    lowered = mean(None).lower(gradients)
+    assert CALL in lowered.as_text()
+    with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*dynamiq_native_"):
+        jax.export.export(mean(None))(gradients)
+    exported = jax.export.export(mean("xla"))(gradients)
+    assert CALL not in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(gradients), lowered.compile()(gradients))
 
 
 @pytest.mark.parametrize(
     "dtype", [jnp.float8_e4m3fn, pytest.param(jnp.float8_e5m2, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("method", [dq.DynamiQ(), dq.methods.MXFP8()], ids=["dynamiq", "mxfp8"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(dq.DynamiQ(), marks=pytest.mark.slow, id="dynamiq"), dq.methods.MXFP8()],
+)
 def test_a_mean_of_floats_of_8_bits_has_the_bits_of_the_base(dtype, method, monkeypatch):
     """The library loads none, and gets them in float32."""
     gradients = jnp.asarray(1000 * of_workers(0, 2, 2048)).astype(dtype)
     found = {}
     for switch in ("1", "0"):
         monkeypatch.setenv(SWITCH, switch)
-        mean = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
-        lowered = jax.jit(jax.vmap(mean, axis_name="data")).lower(gradients)
+        of_one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
+        lowered = jax.jit(jax.vmap(of_one, axis_name="data")).lower(gradients)
         assert (CALL in lowered.as_text()) == (switch == "1")
         found[switch] = lowered.compile()(gradients)
     assert found["1"].dtype == dtype
@@ -193,27 +190,6 @@ def wrong(operation, change):
 def test_the_check_finds_a_wrong_bit_of_any_operation(operation, change, said):
     assert first_use.difference(NATIVE, BASE) is None
     assert first_use.difference(wrong(operation, change), BASE).startswith(said)
-
-
-# ------------------------------------------------------------------------------------- exports
-
-
-def test_an_export_says_that_the_call_is_not_portable(monkeypatch):
-    """Also where a user never named the backend. The base is portable, and has the same bits."""
-    method = dq.DynamiQ()
-
-    def reduce(gradients, implementation=None):
-        chosen = dq.DynamiQ(implementation=implementation) if implementation else method
-        one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(0), method=chosen)
-        return jax.vmap(one, axis_name="data")(gradients)
-
-    gradients = jnp.asarray(of_workers(0, 2, 2560))
-    with pytest.raises(ValueError, match=r"(?s)no compatibility guarantees.*dynamiq_native_"):
-        jax.export.export(jax.jit(reduce))(gradients)
-    exported = jax.export.export(jax.jit(functools.partial(reduce, implementation="xla")))
-    np.testing.assert_array_equal(exported(gradients).call(gradients), jax.jit(reduce)(gradients))
-    monkeypatch.setenv(SWITCH, "0")
-    jax.export.export(jax.jit(lambda gradients: reduce(gradients)))(gradients)
 
 
 # ----------------------------------------------------------------------------------- processes

@@ -45,17 +45,15 @@ def lowered(function, *args, platform):
     return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_one_function_alone_is_traced(traces):
-    got = jax.jit(functools.partial(chosen, traces, "cpu"))({"x": VALUES})
-    np.testing.assert_array_equal(got["scaled"], 2 * VALUES)
-    assert got["number"] == 2
-    assert traces == {2: 1}
-
-
-@pytest.mark.parametrize("expected", FACTORS)
-def test_any_function_may_be_the_expected_one(expected, traces):
+@pytest.mark.parametrize(("expected", "traced"), [("cpu", {2: 1}), ("default", {2: 1, 3: 1})])
+def test_one_function_alone_is_traced_if_it_is_the_expected_one(expected, traced, traces):
     got = jax.jit(functools.partial(chosen, traces, expected))({"x": VALUES})
     np.testing.assert_array_equal(got["scaled"], 2 * VALUES)
+    assert got["number"] == 2
+    assert traces == traced
+    # One function needs no choice.
+    got = platform_dependent({"default": Scale(3, traces)}, {"x": VALUES}, 0)
+    np.testing.assert_array_equal(got["scaled"], 3 * VALUES)
 
 
 @pytest.mark.parametrize(("platform", "factor"), [("cpu", 2), ("tpu", 3), ("cuda", 3)])
@@ -127,9 +125,3 @@ def test_it_runs_without_jit(traces):
     with jax.disable_jit():
         got = chosen(traces, "default", {"x": VALUES})
     np.testing.assert_array_equal(got["scaled"], 2 * VALUES)
-
-
-def test_one_function_needs_no_choice(traces):
-    got = platform_dependent({"default": Scale(3, traces)}, {"x": VALUES}, 0)
-    np.testing.assert_array_equal(got["scaled"], 3 * VALUES)
-    assert got["number"] == 1

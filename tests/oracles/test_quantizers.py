@@ -29,9 +29,6 @@ def bits(method: str) -> float:
     return form.bits + 8 * sum(form.side_bytes) / form.block
 
 
-# ------------------------------------------------------------------------------------- hivemind
-
-
 @pytest.fixture(scope="module")
 def normal():
     return torch.randn(128, 128, 64, generator=torch.Generator().manual_seed(0))
@@ -53,15 +50,8 @@ def test_codecs_of_8_bits_pass_the_bound_of_hivemind(normal, kind, method):
     assert 1e-4 < theirs < 8e-4
     # A scale for 32 values instead of one for the whole tensor.
     assert 1e-6 < ours < 0.5 * theirs
-
-
-def test_mxfp8_is_slightly_above_the_bound_of_hivemind(normal):
-    """Three bits of mantissa, and the largest values of a block may saturate."""
-    error = np.mean((quantized("mxfp8", normal.numpy()) - normal.numpy()) ** 2)
-    assert 8e-4 < error < 9e-4
-
-
-# --------------------------------------------------------------------------------------- FBGEMM
+    # Three bits of mantissa, and the largest values of a block may saturate.
+    assert 8e-4 < np.mean((quantized("mxfp8", normal.numpy()) - normal.numpy()) ** 2) < 9e-4
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +109,7 @@ def test_int8_of_fbgemm_has_scale_and_offset_for_32_values(gradient):
         ratio = vnmse(quantized(method, gradient), gradient) / vnmse(theirs, gradient)
         assert 1 < ratio < most, method
 
-
-def test_at_equal_bits_int8_of_fbgemm_has_a_larger_error(gradient):
-    """Its scale and offset for 128 values take as many bits as a scale for 32 values."""
+    # At equal bits, its scale and offset for 128 values have a larger error.
     theirs, size = by_fbgemm(gradient, "INT8", block=128)
     assert size == bits("blockint:8") == 8.5
     ratio = vnmse(quantized("blockint:8", gradient), gradient) / vnmse(theirs, gradient)

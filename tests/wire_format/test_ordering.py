@@ -1,18 +1,20 @@
 """Rows to places: a permutation that deals the rows to the chunks, and favors large norms."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.codec import Allocation, Layout, Quantizer, ordering
+from pallas_kernels.codec import Layout, ordering
 from tests.support import oracle
+from tests.support.kernel_cases import small_layout
 
 place_rows = jax.jit(ordering.place_rows, static_argnums=1, static_argnames="consecutive")
 restore_rows = jax.jit(ordering.restore_rows)
 seeds = st.integers(0, 2**32 - 1)
-QUANTIZER = Quantizer(group_size=32, spacing="quadratic", gap_ratio=2.7, rounding="correlated")
 ALL = tuple(range(2, 17))
 layouts = pytest.mark.parametrize(
     ("num_chunks", "rows", "code_bits", "widths"),
@@ -29,13 +31,9 @@ layouts = pytest.mark.parametrize(
 
 def layout_of(num_chunks, rows, code_bits, widths) -> Layout:
     """Layout of a bucket that fills its chunks of `rows` rows."""
-    return Layout(
-        size=256 * num_chunks * rows,
-        num_chunks=num_chunks,
-        code_bits=code_bits,
-        allocation=Allocation(widths, 1.0),
-        quantizer=QUANTIZER,
-    )
+    size = 256 * num_chunks * rows
+    layout = small_layout(rows, widths, code_bits)
+    return dataclasses.replace(layout, size=size, num_chunks=num_chunks)
 
 
 def random_norms(seed: int, count: int) -> np.ndarray:
@@ -67,13 +65,28 @@ def test_places_are_those_of_the_oracle(num_chunks, rows, code_bits, widths, see
 
 @layouts
 @given(seed=seeds)
-def test_planes_start_where_those_before_end(num_chunks, rows, code_bits, widths, seed):
+def test_rows_are_dealt_like_cards_and_no_wider_than_larger_ones(
+    num_chunks, rows, code_bits, widths, seed
+):
     layout = layout_of(num_chunks, rows, code_bits, widths)
-    places = place_rows(random_norms(seed, layout.num_rows), layout)
-    in_plane = np.asarray(places.widths)[:, :, None] > np.arange(16)
+    bits = random_norms(seed, layout.num_rows)
+    order, found, starts = map(np.asarray, place_rows(bits, layout))
+    rank = np.empty(layout.num_rows, int)
+    rank[oracle.row_order(bits)] = np.arange(layout.num_rows)
+    assert np.all(np.diff(rank[order], axis=1) == num_chunks)
+    assert np.all(np.diff(rank[order], axis=0) == 1)
+    assert np.all(np.diff(oracle.weights_of_norms(bits)[order], axis=1) <= 0)
+    assert np.all(np.diff(found, axis=1) <= 0)
+    # Planes start where those before end.
+    in_plane = found[:, :, None] > np.arange(16)
     expected = np.pad(np.cumsum(in_plane.sum(axis=1), axis=1), ((0, 0), (1, 0)))
-    np.testing.assert_array_equal(places.starts, expected)
+    np.testing.assert_array_equal(starts, expected)
     assert np.all(expected[:, -1] <= layout.units)
+    # Rows are restored, also the other way, so that neither is the identity by accident.
+    values = np.random.default_rng(seed).standard_normal((layout.num_rows, 256)).astype(np.float32)
+    places = order.reshape(-1)
+    np.testing.assert_array_equal(restore_rows(values[places], order), values)
+    np.testing.assert_array_equal(np.asarray(restore_rows(values, order))[places], values)
 
 
 def test_the_places_of_a_chunk_are_its_part():
@@ -81,46 +94,6 @@ def test_the_places_of_a_chunk_are_its_part():
     places = place_rows(random_norms(0, layout.num_rows), layout)
     for part, whole in zip(places.at(1), places, strict=True):
         np.testing.assert_array_equal(part, whole[1])
-
-
-@layouts
-@settings(max_examples=5)
-@given(seed=seeds)
-def test_restoring_inverts_the_order(num_chunks, rows, code_bits, widths, seed):
-    layout = layout_of(num_chunks, rows, code_bits, widths)
-    order = np.asarray(place_rows(random_norms(seed, layout.num_rows), layout).order)
-    np.testing.assert_array_equal(np.sort(order.reshape(-1)), np.arange(layout.num_rows))
-    values = np.random.default_rng(seed).standard_normal((layout.num_rows, 256)).astype(np.float32)
-    np.testing.assert_array_equal(restore_rows(values[order.reshape(-1)], order), values)
-    # Also the other way, so that neither is the identity by accident.
-    np.testing.assert_array_equal(
-        np.asarray(restore_rows(values, order))[order.reshape(-1)], values
-    )
-
-
-@layouts
-@given(seed=seeds)
-def test_no_row_is_wider_than_one_of_larger_norm_in_its_chunk(
-    num_chunks, rows, code_bits, widths, seed
-):
-    layout = layout_of(num_chunks, rows, code_bits, widths)
-    bits = random_norms(seed, layout.num_rows)
-    places = place_rows(bits, layout)
-    weights = oracle.weights_of_norms(bits)[np.asarray(places.order)]
-    assert np.all(np.diff(weights, axis=1) <= 0)
-    assert np.all(np.diff(np.asarray(places.widths), axis=1) <= 0)
-
-
-@layouts
-@given(seed=seeds)
-def test_rows_are_dealt_like_cards(num_chunks, rows, code_bits, widths, seed):
-    layout = layout_of(num_chunks, rows, code_bits, widths)
-    bits = random_norms(seed, layout.num_rows)
-    rank = np.empty(layout.num_rows, int)
-    rank[oracle.row_order(bits)] = np.arange(layout.num_rows)
-    dealt = rank[np.asarray(place_rows(bits, layout).order)]
-    assert np.all(np.diff(dealt, axis=1) == num_chunks)
-    assert np.all(np.diff(dealt, axis=0) == 1)
 
 
 def test_a_row_without_a_usual_norm_is_the_last_that_is_not_zero():

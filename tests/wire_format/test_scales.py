@@ -13,7 +13,6 @@ pytestmark = pytest.mark.optimized
 
 ROWS, GROUPS = 8, 8
 TINY = np.finfo(np.float32).tiny
-LARGEST_BFLOAT16 = oracle.bf16_to_f32(np.uint16(0x7F7F))
 
 
 @jax.jit
@@ -42,17 +41,12 @@ def group_maxima_of(rows: np.ndarray, group_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("group_size", (8, 16, 32))
-def test_group_maxima_are_magnitudes(group_size):
-    rows = np.random.default_rng(0).standard_normal((ROWS, 256)).astype(np.float32)
-    expected = np.abs(rows).reshape(ROWS, -1, group_size).max(axis=2)
-    np.testing.assert_array_equal(group_maxima_of(rows, group_size), expected)
-
-
-@pytest.mark.parametrize("group_size", (8, 16, 32))
-@pytest.mark.parametrize("num_rows", (1, 8, 16, 100))
-def test_group_maxima_show_nan_wherever_it_is(num_rows, group_size):
+@pytest.mark.parametrize("num_rows", (1, 8, 100))
+def test_group_maxima_are_magnitudes_and_show_nan_wherever_it_is(num_rows, group_size):
     """Backends disagree on max(x, NaN), and one backend with itself from shape to shape."""
     clean = np.random.default_rng(0).standard_normal((num_rows, 256)).astype(np.float32)
+    expected = np.abs(clean).reshape(num_rows, -1, group_size).max(axis=2)
+    np.testing.assert_array_equal(group_maxima_of(clean, group_size), expected)
     for lane in range(0, 256, 11):
         rows, row = clean.copy(), lane % num_rows
         rows[row, lane] = np.nan
@@ -72,15 +66,15 @@ def test_bytes_are_those_of_the_oracle(seed):
     np.testing.assert_array_equal(steps, oracle.group_steps(group_bytes, super_bits))
 
 
-@pytest.mark.parametrize("exponent", range(-118, -110))
-def test_the_smallest_normal_rows_have_the_scale_of_the_page(exponent):
+def test_the_smallest_normal_rows_have_the_scale_of_the_page():
     """A backend that flushes subnormals must not lose rows from 2^-118 on, whose steps of 1/255
     of the super-scale are normal.
     """
-    maxima = np.full((ROWS, GROUPS), 2.0**exponent, np.float32)
+    maxima = np.tile(np.exp2(np.arange(-118, -110))[:, None], GROUPS).astype(np.float32)
     group_bytes, super_bits = (np.asarray(part) for part in quantize(maxima))
     steps = np.asarray(reconstruct(group_bytes, super_bits))
     np.testing.assert_array_equal(steps, oracle.group_steps(group_bytes, super_bits))
+    assert np.all(steps > 0)
 
 
 @given(seed=seeds)
@@ -127,7 +121,7 @@ def test_zeros_have_scale_zero():
     np.testing.assert_array_equal(steps != 0, maxima != 0)
 
 
-@pytest.mark.parametrize("bad", (np.nan, np.inf))
+@pytest.mark.parametrize("bad", (np.nan, np.inf, np.finfo(np.float32).max))  # above bfloat16
 def test_a_row_that_is_not_finite_carries_the_one_nan_and_leaves_others_alone(bad):
     maxima = random_maxima(0)
     clean_bytes, clean_bits = quantize(maxima)
@@ -138,12 +132,6 @@ def test_a_row_that_is_not_finite_carries_the_one_nan_and_leaves_others_alone(ba
     others = np.arange(ROWS) != 3
     np.testing.assert_array_equal(np.asarray(super_bits)[others], np.asarray(clean_bits)[others])
     np.testing.assert_array_equal(np.asarray(group_bytes)[others], np.asarray(clean_bytes)[others])
-
-
-def test_a_finite_row_beyond_bfloat16_decodes_to_nan_rather_than_to_something_finite():
-    maxima = np.full((1, GROUPS), np.finfo(np.float32).max)
-    assert maxima[0, 0] > LARGEST_BFLOAT16
-    assert np.isnan(np.asarray(reconstruct(*quantize(maxima)))).all()
 
 
 @given(seed=seeds)
@@ -170,16 +158,9 @@ def test_bfloat16_bits_round_to_nearest_even(seed):
     assert np.any(back != values)
 
 
-def test_all_that_is_not_finite_has_one_bfloat16():
-    values = np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)
+def test_what_is_not_finite_as_bfloat16_has_one_pattern():
+    values = np.array([np.nan, -np.nan, np.inf, -np.inf, np.finfo(np.float32).max], np.float32)
     assert set(np.asarray(bfloat16_bits(values)).tolist()) == {oracle.BF16_NAN}
-
-
-def test_what_rounds_to_the_bfloat16_infinity_travels_as_nan_too():
-    """The wire format has one pattern for all that is not finite."""
-    overflowing = np.array([np.finfo(np.float32).max], np.float32)
-    assert overflowing[0] > LARGEST_BFLOAT16
-    np.testing.assert_array_equal(bfloat16_bits(overflowing), oracle.bf16_nearest(overflowing))
 
 
 # Linear within an octave where a logarithm is not: 0.087 octaves at most, for the squares once and
@@ -225,12 +206,10 @@ def test_one_check_a_row_gives_the_inverses_of_its_groups():
     assert (found[:3, 1:] != 0).all() and not found[3].any()
     # A group scale of 0: below its share of the largest, 2^-140, values stay far below a level.
     assert (found[:, 0] * largest <= 256).all()
-
-
-def test_rows_of_zeros_and_of_subnormals_are_normalized_to_zero():
+    # Rows of zeros and of subnormals are normalized to zero.
     super_bits = np.array([0, 0x0040], np.uint32)
-    found, expected = map(np.asarray, inverses(np.zeros((2, GROUPS), np.float32), super_bits))
-    assert not found.any() and not expected.any()
+    for factors in inverses(np.zeros((2, GROUPS), np.float32), super_bits):
+        assert not np.any(factors)
 
 
 def test_the_reciprocal_of_a_super_scale_is_normal_even_if_it_is_off():
