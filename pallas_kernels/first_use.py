@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._jax.own_thread import in_own_thread
+from pallas_kernels._jax.own_thread import first_line, in_own_thread
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import Quantizer
 from pallas_kernels.differences import compare, without_meaningless
@@ -210,8 +210,7 @@ def _tried(backend: Backend, base: Backend, device: jax.Device) -> str | None:
     try:
         return in_own_thread(run, _PATIENCE)
     except Exception as error:  # of any kind: it is that of a compiler
-        first_line = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first_line:.300}"
+        return first_line(error)
 
 
 def _is_on() -> bool:

@@ -48,6 +48,12 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
     return results[0]
 
 
+def first_line(error: Exception) -> str:
+    """Return the kind and the first line of an error, such as that of a compiler."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text:.300}"
+
+
 def is_traced() -> bool:
     """Return whether JAX traces something in this thread, or maps it without a trace."""
     return get_opaque_trace_state() != _outside_of_traces()

@@ -88,8 +88,21 @@ def _first_word(block: Block, bit: int) -> Array:
 
 def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
     """Load the scales of the places from `first` on."""
-    groups = _load_groups(layout, first, message_ref)
-    return Scales(groups, _load_supers(layout, first, message_ref))
+    count = _words_of_groups(layout)
+    loaded = words.load(message_ref, _first_group_word(layout, first))
+    # Word w of a place is at sublane w of its lane.
+    at = places_of_lanes() * count + (iota(0) & (count - 1))
+    row, lane = at >> 7, at & (LANES - 1)
+    of_lanes = jnp.zeros(VECTOR, U32)
+    for index in range(count):
+        found = take_lanes(sublane(loaded, index), lane)
+        of_lanes = jnp.where(row == index, found, of_lanes)
+    eighths = [sublane(of_lanes, eighth * count // EIGHTHS) for eighth in range(EIGHTHS)]
+    groups = _groups(layout, eighths)
+    word, odd = _first_super_word(layout, first)
+    supers = sublane(words.load(message_ref, word), 0)
+    half = places_of_lanes() + odd
+    return Scales(groups, _half(take_lanes(supers, half >> 1), half))
 
 
 def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
@@ -115,44 +128,34 @@ def row_energies(layout: Layout, of_rows: Scales) -> Array:
 
 def merge_scales(block: Block, of_rows: Scales, message_ref) -> None:
     """Store what `load_scales` loads."""
-    _merge_groups(block, of_rows.groups, message_ref)
-    _merge_supers(block, of_rows.super_bits, message_ref)
-
-
-def _load_groups(layout: Layout, first: Array, message_ref) -> list[Array]:
-    count = _words_of_groups(layout)
-    loaded = words.load(message_ref, _first_group_word(layout, first))
-    # Word w of a place is at sublane w of its lane.
-    at = places_of_lanes() * count + (iota(0) & (count - 1))
-    row, lane = at >> 7, at & (LANES - 1)
-    of_lanes = jnp.zeros(VECTOR, U32)
-    for index in range(count):
-        found = take_lanes(sublane(loaded, index), lane)
-        of_lanes = jnp.where(row == index, found, of_lanes)
-    eighths = [sublane(of_lanes, eighth * count // EIGHTHS) for eighth in range(EIGHTHS)]
-    return _groups(layout, eighths)
-
-
-def _groups(layout: Layout, eighths: Sequence[Array]) -> list[Array]:
-    """Return the group scales from the words that hold those of every eighth."""
+    layout = block.layout
+    count, used = _words_of_groups(layout), min(layout.rows_per_chunk, PLACES)
     shifts = _shifts_of_groups(layout)
-    return [(word >> shift) & _BYTE for word, shift in zip(eighths, shifts, strict=True)]
-
-
-def _merge_groups(block: Block, groups: Sequence[Array], message_ref) -> None:
-    count = _words_of_groups(block.layout)
-    shifts = _shifts_of_groups(block.layout)
-    shifted = [group << shift for group, shift in zip(groups, shifts, strict=True)]
+    shifted = [group << shift for group, shift in zip(of_rows.groups, shifts, strict=True)]
     at = iota(0) * LANES + iota(1)  # of a word among those of the block
     place, word = at >> (count.bit_length() - 1), at & (count - 1)
     lane = lane_of_places(place & (PLACES - 1))
     result = jnp.zeros(VECTOR, U32)
     for index in range(count):
         of_word = shifted[index * EIGHTHS // count : (index + 1) * EIGHTHS // count]
-        joined = _or_over_groups(of_word, block.layout)
+        joined = _or_over_groups(of_word, layout)
         result = jnp.where(word == index, take_lanes(joined, lane), result)
-    result = jnp.where(place < _used_places(block.layout), result, np.uint32(0))
-    words.merge(message_ref, _first_group_word(block.layout, block.first), result)
+    result = jnp.where(place < used, result, np.uint32(0))
+    words.merge(message_ref, _first_group_word(layout, block.first), result)
+    first, odd = _first_super_word(layout, block.first)
+    result = jnp.zeros(VECTOR, U32)
+    for half in range(2):
+        place = 2 * iota(1) + half - odd
+        there = (place >= 0) & (place < used) & (iota(0) == 0)
+        found = take_lanes(of_rows.super_bits, lane_of_places(place & (PLACES - 1)))
+        result = result | jnp.where(there, found << np.uint32(16 * half), np.uint32(0))
+    words.merge(message_ref, first, result)
+
+
+def _groups(layout: Layout, eighths: Sequence[Array]) -> list[Array]:
+    """Return the group scales from the words that hold those of every eighth."""
+    shifts = _shifts_of_groups(layout)
+    return [(word >> shift) & _BYTE for word, shift in zip(eighths, shifts, strict=True)]
 
 
 def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
@@ -166,27 +169,9 @@ def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
     return functools.reduce(jnp.bitwise_or, (sublane(joined, first) for first in firsts))
 
 
-def _load_supers(layout: Layout, first: Array, message_ref) -> Array:
-    word, odd = _first_super_word(layout, first)
-    loaded = sublane(words.load(message_ref, word), 0)
-    half = places_of_lanes() + odd
-    return _half(take_lanes(loaded, half >> 1), half)
-
-
 def _half(word: Array, index: Array) -> Array:
     """Return the lower half of a word for an even index, and the upper one for an odd one."""
     return (word >> ((index & 1) << 4).astype(U32)) & _HALF
-
-
-def _merge_supers(block: Block, super_bits: Array, message_ref) -> None:
-    first, odd = _first_super_word(block.layout, block.first)
-    result = jnp.zeros(VECTOR, U32)
-    for half in range(2):
-        place = 2 * iota(1) + half - odd
-        there = (place >= 0) & (place < _used_places(block.layout)) & (iota(0) == 0)
-        found = take_lanes(super_bits, lane_of_places(place & (PLACES - 1)))
-        result = result | jnp.where(there, found << np.uint32(16 * half), np.uint32(0))
-    words.merge(message_ref, first, result)
 
 
 def _words_of_groups(layout: Layout) -> int:
@@ -208,7 +193,3 @@ def _shifts_of_groups(layout: Layout) -> list[Array]:
     groups = layout.groups // EIGHTHS  # of an eighth
     in_eighth = iota(0) >> (SUBLANES // groups).bit_length() - 1
     return [((eighth * groups + in_eighth & 3) << 3).astype(U32) for eighth in range(EIGHTHS)]
-
-
-def _used_places(layout: Layout) -> int:
-    return min(layout.rows_per_chunk, PLACES)

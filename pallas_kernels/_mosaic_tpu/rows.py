@@ -81,7 +81,7 @@ def encode(
     ids = (block.chunk * layout.rows_per_chunk + block.places).astype(U32)
     hashes = row_words(ids, turn, seed, layout.quantizer.rounding)
     bits = planes_ref.shape[0]
-    codes = [[_zeros()] * EIGHTHS for _ in range(0, bits, 8)]
+    codes = [[jnp.zeros(VECTOR, U32)] * EIGHTHS for _ in range(0, bits, 8)]
     for vector in range(VECTORS // 2):
         eighth, quarter = divmod(vector, QUARTERS)
         noise = _noise_words(block, hashes, eighth, quarter, turn)
@@ -114,10 +114,10 @@ def _quantize_scales(layout: Layout, values_ref) -> tuple[list[Array], Array]:
     maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
     row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)
     super_bits = scales.quantize_super_scales(row_maxima.astype(U32))
-    groups = []
-    for maximum in maxima:
-        scale, _ = scales.quantize_group_scales(maximum.astype(U32), super_bits, _arithmetic())
-        groups.append(scale)
+    ops = _arithmetic()
+    groups = [
+        scales.quantize_group_scales(maximum.astype(U32), super_bits, ops)[0] for maximum in maxima
+    ]
     return groups, super_bits
 
 
@@ -160,10 +160,6 @@ def _group_maxima(values_ref, eighth: int, group_size: int) -> Array:
 def _byte(word: Array, index: int) -> Array:
     shifted = word >> np.uint32(8 * index) if index else word
     return shifted & np.uint32(0xFF) if index < 3 else shifted
-
-
-def _zeros() -> Array:
-    return jnp.zeros(VECTOR, U32)
 
 
 def _arithmetic() -> Arithmetic:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import modes
-from pallas_kernels._jax.own_thread import in_own_thread
+from pallas_kernels._jax.own_thread import first_line, in_own_thread
 from pallas_kernels._native.build import LIBRARY, SWITCH, sources_digest, switch
 
 CALLS = (
@@ -119,8 +119,7 @@ def _why_not(settings: tuple[object, ...]) -> str | None:
     try:
         is_fused = in_own_thread(probe, _PATIENCE)
     except Exception as error:  # of any kind: it is that of a compiler
-        first_line = str(error).strip().partition("\n")[0]
-        return f"no program shows how XLA rounds here: {type(error).__name__}: {first_line:.300}"
+        return f"no program shows how XLA rounds here: {first_line(error)}"
     if is_fused:
         return None
     return (

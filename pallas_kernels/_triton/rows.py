@@ -84,7 +84,10 @@ def decode(block: Block, message_ref, start: Index, onto: Pieces | None = None) 
         bytes_ = (range(8), range(8, 16))
         low, high = (message.load_codes(block, message_ref, start, bits) for bits in bytes_)
         codes = [_two_bytes(*words) for words in zip(low, high, strict=True)]
-        return [add(piece, *_of_codes(code)) for piece, code in enumerate(codes)]
+        return [
+            add(piece, code_to_float(code >> np.uint32(1)), code << np.uint32(31))
+            for piece, code in enumerate(codes)
+        ]
 
     # Nearly all widths are narrow, and a byte costs less.
     return lax.cond(block.width > 8, wide, narrow)
@@ -133,11 +136,6 @@ def _of_bytes(words: Array) -> tuple[Array, Array]:
     """Split bytes of sign and magnitude, in words [rows, 8]: see `bytes_to_float`, [rows, 32]."""
     value, sign = bytes_to_float(words[:, :, None], iota(4)[None, None, :])
     return value.reshape(-1, LANES), sign.reshape(-1, LANES)
-
-
-def _of_codes(codes: Array) -> tuple[Array, Array]:
-    """Split codes, uint32 [rows, 32], as `_of_bytes`."""
-    return code_to_float(codes >> np.uint32(1)), codes << np.uint32(31)
 
 
 def _codes(magnitudes: Array, tops: Array) -> Array:

@@ -15,9 +15,8 @@ from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8, Axis, BlockInt, Cal
 from dynamiq_jax.methods._blockwise import NativeChunks
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import _native, choice
-from pallas_kernels.native_blocks import FORMATS, NativeBlocks
+from pallas_kernels.native_blocks import FORMATS
 from tests.support.gradients import of_workers
-from tests.support.native_calls import assert_shapes_are_checked, called
 
 pytestmark = [
     # The base then rounds products and sums once.
@@ -230,35 +229,3 @@ def test_arrays_of_other_shapes_are_refused():
     no_chunk = f"block_hop: place={CHUNKS} of chunks of {ROWS} of the {CHUNKS * ROWS} local rows"
     with pytest.raises(jax.errors.JaxRuntimeError, match=no_chunk):
         codec.hop(payload, jnp.int32(CHUNKS), 1)
-
-
-BLOCKS = NativeBlocks(name="e4m3", width=8, rows=ROWS)
-PAYLOADS = np.zeros((CHUNKS, BLOCKS.payload_bytes), np.uint8)
-LOCAL = {"payloads": PAYLOADS, "rows": np.zeros((CHUNKS * ROWS, 256), np.float32)}
-ONE = np.zeros(1, np.int32)
-SEED = {"seed": np.zeros(2, np.uint32)}
-CALLS = {
-    "block_hop": (
-        {**LOCAL, "place": ONE, "chunk": ONE, **SEED, "turn": ONE},
-        {"message": PAYLOADS[0]},
-        {"is_noisy": 0},
-    ),
-    "block_accumulate": ({**LOCAL, "place": ONE}, {"sums": np.zeros((ROWS, 256), np.float32)}, {}),
-    "block_decompress": ({"payloads": PAYLOADS}, {"values": LOCAL["rows"]}, {}),
-}
-
-
-@pytest.mark.parametrize("operation", CALLS)
-def test_calls_with_arrays_of_other_shapes_are_an_error(operation):
-    operands, results, attributes = CALLS[operation]
-    attributes = {"format": 0, "width": 8, "rows_of_chunk": ROWS, **attributes}
-    is_free = {("rows", 0), *([("payloads", 0)] if operation != "block_decompress" else [])}
-    assert_shapes_are_checked(operation, operands, results, attributes, is_free)
-    for change, message in (
-        ({"format": len(FORMATS)}, "format=10 of 10 formats"),
-        ({"width": 9}, "width=9, not 2 to 8"),
-        ({"rows_of_chunk": 2**31}, "rows_of_chunk=2147483648, not 0 to"),
-        ({"rows_of_chunk": -1}, "rows_of_chunk=-1, not 0 to"),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            called(operation, operands, results, attributes | change)

@@ -162,6 +162,22 @@ CALLS = {
     ),
     "sort": ({"words": np.zeros((3, 40), np.uint32)}, {"sorted": np.zeros((3, 40), np.uint32)}, {}),
 }
+# Those on formats with one width, here 8 bits and 8 bytes of scales a row.
+OF_BLOCKS = {"format": 0, "width": 8, "rows_of_chunk": ROWS}
+BLOCKS = {
+    "payloads": np.zeros((CHUNKS, ROWS * (256 + 8)), np.uint8),
+    "rows": np.zeros((CHUNKS * ROWS, 256), np.float32),
+    "place": np.zeros(1, np.int32),
+}
+CALLS |= {
+    "block_hop": (
+        BLOCKS | {"chunk": np.zeros(1, np.int32)} | OF_HOP,
+        {"message": BLOCKS["payloads"][0]},
+        OF_BLOCKS | {"is_noisy": 0},
+    ),
+    "block_accumulate": (BLOCKS, {"sums": SUMS}, OF_BLOCKS),
+    "block_decompress": ({"payloads": BLOCKS["payloads"]}, {"values": BLOCKS["rows"]}, OF_BLOCKS),
+}
 
 
 @pytest.mark.parametrize("operation", CALLS)
@@ -169,24 +185,34 @@ def test_arrays_of_other_shapes_are_an_error(operation):
     """No memory is read or written that is not theirs, whatever the caller gives."""
     operands, results, attributes = CALLS[operation]
     is_free = {("rows", 0)} if operation != "statistics" else set()
-    is_free |= {("payloads", 0)} if operation != "decompress" else set()
+    is_free |= {("payloads", 0)} if not operation.endswith("decompress") else set()
     assert_shapes_are_checked(operation, operands, results, attributes, is_free)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("operation", "change", "message"),
     [
-        ({"units": -1}, "bytes, too few for -1 units"),
-        ({"units": LAYOUT.payload_bytes // 32}, "bytes, too few for"),
-        ({"units": 2**60}, f"bytes, too few for {2**60} units"),
-        ({"group_size": 4}, "group_size=4, not 8, 16 or 32"),
-        ({"rounding": 3}, "rounding=3, not 0 to 2"),
+        ("hop", {"units": -1}, "bytes, too few for -1 units"),
+        ("hop", {"units": LAYOUT.payload_bytes // 32}, "bytes, too few for"),
+        ("hop", {"units": 2**60}, f"bytes, too few for {2**60} units"),
+        ("hop", {"group_size": 4}, "group_size=4, not 8, 16 or 32"),
+        ("hop", {"rounding": 3}, "rounding=3, not 0 to 2"),
+        *(
+            (operation, *each)
+            for operation in ("block_hop", "block_accumulate", "block_decompress")
+            for each in (
+                ({"format": 10}, "format=10 of 10 formats"),
+                ({"width": 9}, "width=9, not 2 to 8"),
+                ({"rows_of_chunk": 2**31}, "rows_of_chunk=2147483648, not 0 to"),
+                ({"rows_of_chunk": -1}, "rows_of_chunk=-1, not 0 to"),
+            )
+        ),
     ],
 )
-def test_attributes_of_other_values_are_an_error(change, message):
-    operands, results, attributes = CALLS["hop"]
+def test_attributes_of_other_values_are_an_error(operation, change, message):
+    operands, results, attributes = CALLS[operation]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        called("hop", operands, results, attributes | change)
+        called(operation, operands, results, attributes | change)
 
 
 def test_rows_of_other_dtypes_are_an_error():

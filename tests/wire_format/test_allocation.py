@@ -24,7 +24,6 @@ from pallas_kernels.codec import WIDTHS, Allocation, allocation
 from pallas_kernels.codec.allocation import (
     ENERGY_LIMIT,
     count_by_blocks,
-    search_at_least,
     select_by_gather,
     select_by_product,
 )
@@ -98,20 +97,6 @@ def test_needs_are_those_of_the_page():
     (listed,) = re.findall(r"For widths from 2 to 16, `e` is ([\d, ]+)\.", text)
     needs = [step.energy for step in Allocation(ALL, 1.0).steps]
     assert [int(energy) for energy in listed.split(",")] == needs
-
-
-@given(seed=seeds)
-@pytest.mark.slow
-def test_thresholds_are_counted_as_they_are_searched(seed):
-    energies = jnp.asarray(some_energies(seed))
-    thresholds = jnp.append(energies, energies + 1).reshape(2, ROWS)
-    searched = search_at_least(energies, thresholds)
-    np.testing.assert_array_equal(
-        searched, np.sum(energies[:, None, None] >= thresholds[None], axis=0, dtype=np.int32)
-    )
-    for select in (select_by_gather, select_by_product):
-        counted = count_by_blocks(energies, thresholds, select=select)
-        np.testing.assert_array_equal(counted, searched)
 
 
 @pytest.mark.parametrize("select", [select_by_gather, select_by_product])

@@ -205,17 +205,6 @@ def test_what_is_not_finite_shows_in_its_row_and_nowhere_else(bad):
         assert np.isfinite(quantized[others]).all(), width
 
 
-@pytest.mark.parametrize("scale", (1e-30, 1e30))
-def test_magnitude_does_not_matter(scale):
-    values = gradient(6)
-    scaled = (values.astype(np.float64) * scale).astype(np.float32)
-    references = quantize(values)
-    for width, quantized in with_codes(quantize(scaled)):
-        error = relative_error(scaled, quantized)
-        assert error > 0
-        assert error == pytest.approx(relative_error(values, references[width]), rel=0.2), width
-
-
 @few_examples
 @given(data=seeds, seed=seeds)
 def test_subnormals_are_small_or_zero_and_never_nan(data, seed):
@@ -247,13 +236,12 @@ def test_one_huge_value_in_a_row_of_tiny_ones(data, seed):
 
 
 def test_one_value_of_each_magnitude_survives_in_its_own_row():
-    """Rows share nothing: 1e-30 beside 1e30 keeps its relative accuracy at 8 bits."""
+    """Rows share nothing: 1e-30 beside 1e30 keeps its relative accuracy."""
     values = gradient(8)
     magnitudes = np.logspace(-30, 30, ROWS)[:, None]
-    quantized = quantize((values * magnitudes).astype(np.float32))[8] / magnitudes
-    reference = quantize(values)[8]
-    norms = np.sum(values.astype(np.float64) ** 2, axis=1)
-    ours = np.sum((quantized - values) ** 2, axis=1) / norms
-    expected = np.sum((reference.astype(np.float64) - values) ** 2, axis=1) / norms
-    np.testing.assert_allclose(ours, expected, rtol=0.5)
-    assert np.all(ours > 0)
+    references = quantize(values)
+    for width, quantized in with_codes(quantize((values * magnitudes).astype(np.float32))):
+        ours = np.sum((quantized / magnitudes - values) ** 2, axis=1)
+        expected = np.sum((references[width].astype(np.float64) - values) ** 2, axis=1)
+        np.testing.assert_allclose(ours, expected, rtol=0.6, err_msg=f"{width} bits")
+        assert np.all(ours > 0), width

@@ -100,16 +100,6 @@ def test_rounding_is_unbiased_in_the_value_at_every_accepted_spacing(spacing):
         assert_unbiased(width, spacing, count=40)
 
 
-@pytest.mark.parametrize("width", (4, 6, 8))
-def test_gaps_grow_as_the_spacing_says(width):
-    gaps = np.diff(all_levels(width, PAPER))
-    np.testing.assert_allclose(gaps[-1] / gaps[0], 2.7, rtol=1e-3)
-    np.testing.assert_allclose(gaps[1:] / gaps[:-1], gaps[1] / gaps[0], rtol=1e-4)
-    gaps = np.diff(all_levels(width, TUNED))
-    np.testing.assert_allclose(gaps[-1] / gaps[0], 2.7, rtol=1e-3)
-    np.testing.assert_allclose(np.diff(gaps), gaps[1] - gaps[0], rtol=1e-2)
-
-
 @every_spacing
 def test_rounding_picks_one_of_the_two_neighbors(spacing):
     t = positions(4000)
