@@ -2,16 +2,6 @@
 
     codec           the specification, pure functions of rows; see docs/wire_format.md
     operations      the operations on whole messages, each with a choice of backends
-        statistics             norm of every super-group
-        compress               local rows to a message: the first hop
-        hop                    messages decoded, local rows added, the sum encoded: with one message
-                               the step of a ring, with n - 1 that of an all-to-all
-        decompress_accumulate  messages decoded, local rows added
-        decompress             messages of all chunks to rows in their original places
-        sort                   words of norms and rows, for the order of the rows
-        solve                  energies of rows to their widths
-        energies, scaled_sums, decompress_sums
-                               sums whose rows have an order of their own
     backend         interface of a backend: the operations, and the places where it can run them
     registry        all backends, by name
     choice          choice of the backend that runs an operation
