@@ -8,8 +8,7 @@ from jax import Array
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axis
-from dynamiq_jax._collectives.all_gather import AllGather
-from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.shards import leaf_specs

@@ -5,7 +5,7 @@ from typing import TypeVar
 from jax import Array
 
 from dynamiq_jax._buckets.axes import find_axis
-from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._collectives.halves import ReduceScatter
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._run.driver import run

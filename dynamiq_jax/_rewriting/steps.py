@@ -11,10 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
-from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import inner, unreduced
 from dynamiq_jax._rewriting.contractions import WorkerAxis

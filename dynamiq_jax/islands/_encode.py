@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.cutting import as_vector
-from dynamiq_jax._collectives.all_gather import AllGather
+from dynamiq_jax._collectives.halves import AllGather
 from dynamiq_jax._core import Axis
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.compression import Choice, Compression

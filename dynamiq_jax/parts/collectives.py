@@ -18,9 +18,8 @@ from dynamiq_jax._buckets.order import after, last_token, remember, token_of
 from dynamiq_jax._buckets.scopes import EXACT, scope
 from dynamiq_jax._check.agreement import check as check_agreement
 from dynamiq_jax._check.check import check, check_plan
-from dynamiq_jax._collectives.all_gather import AllGather
 from dynamiq_jax._collectives.collective import Collective, Leaves
-from dynamiq_jax._collectives.reduce_scatter import ReduceScatter
+from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._core import check_optimizer
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._inputs.checks import (

@@ -198,11 +198,6 @@ def test_bits_are_those_promised(method, bits):
 # ------------------------------------------------------------------------------------ the options
 
 
-def test_presets_are_the_papers_widths():
-    assert (BlockInt.qgz().code_bits, BlockInt.qgz().rounding) == (4, "nearest")
-    assert (BlockInt.equarx().code_bits, BlockInt.equarx().rounding) == (8, "nearest")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     (

@@ -9,11 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.agreement_worker import local_sgd, outcome, reduce_gradients, tree_of
+from tests.support.agreement_worker import (
+    compressed,
+    local_sgd,
+    outcome,
+    reduce_gradients,
+    tree_of,
+)
 
 DELAY = 40.0  # seconds, more than gloo has for a reduce-scatter
 KEY = 3
@@ -39,24 +45,6 @@ def over_fast_axis() -> Any:
     return dq.psum(tree, ("slow", "fast"), key=jax.random.key(KEY), method="mxfp8")
 
 
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-    return jnp.mean((x @ params["w"]) ** 2)
-
-
-PARAMS, BATCH = {"w": np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
-
-
-def global_step(method: str) -> Callable[[Mesh], Any]:
-    """Run a compressed step with shardings alone."""
-
-    def on(mesh: Mesh) -> Any:
-        shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        step = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method=method, in_specs=shardings)
-        return jax.jit(functools.partial(step, PARAMS, BATCH))
-
-    return on
-
-
 CASES: dict[str, Callable[[Mesh], Any]] = {
     "psum": along(dq.psum, method="mxfp8"),
     "pmean, all to all": along(dq.pmean, method="bf16:all_to_all"),
@@ -71,8 +59,8 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
     "psum, a fast axis": in_map(over_fast_axis, ("slow", "fast")),
     "all_gather": along(dq.all_gather, method="mxfp8", tiled=True),
     "all_reduce_gradients": in_map(lambda: reduce_gradients("w", method="ef+mxfp8")),
-    "compress": global_step("mxfp8"),
-    "compress, exact": global_step("exact"),
+    "compress": functools.partial(compressed, "w", method="mxfp8"),
+    "compress, exact": functools.partial(compressed, "w", method="exact"),
     "LocalSGD": in_map(lambda: local_sgd("w")),
 }
 

@@ -241,9 +241,3 @@ def test_a_key_that_differs_along_any_axis_is_refused(axis):
 def test_a_leaf_that_is_summed_over_any_axis_is_refused(axis):
     with pytest.raises(ValueError, match=f"does not vary over axis '{axis}'"):
         on_mesh(lambda g: reduce(jax.lax.psum(g, axis)))(gradients(2000))
-
-
-@pytest.mark.parametrize("axis_name", ((), ("hosts", "hosts")))
-def test_axes_that_are_none_or_the_same(axis_name):
-    with pytest.raises(ValueError, match="does not name different axes"):
-        simulated(lambda g: dq.psum(g, axis_name, key=KEY))(gradients(2000))

@@ -40,57 +40,52 @@ every_size = pytest.mark.parametrize(
     ("name", "n"), [(name, n) for name, sizes in SIZES.items() for n in sizes]
 )
 KEY = jax.random.key(3)
+COUNTS = ("workers", "turns", "sizes")  # of each worker, of the codec that counts
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted(ChunkCodec):
-    """A codec that counts: the workers in a partial sum, the turns that it took, how many in a row,
-    and of how many workers each compressed sum was.
+    """A codec that counts: the workers in a partial sum, the turns of their compressions, how many
+    of these are in a row, and of how many workers each compressed sum was.
     """
 
     n: int
     chunks: int
 
     def compress(self, chunk, turn):
-        return self._payload(self._zero(), chunk, turn)
+        zeros = jnp.zeros((1, self.n), jnp.int32)
+        counts = dict.fromkeys(COUNTS, zeros)
+        return self.hop({**counts, "depth": zeros[:, :1], "chunk": zeros[:, :1] - 1}, chunk, turn)
 
     def hop(self, payloads, chunk, turn):
-        return self._payload(payloads, chunk, turn)
+        received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
+        right = jnp.all((received == expected) | (received == -1))
+        own, turn = self._one_hot(lax.axis_index("data")), jnp.asarray(turn, jnp.int32)
+        sums = {
+            name: payloads[name].sum(0, dtype=jnp.int32) for name in ("workers", "turns", "sizes")
+        }
+        workers = jnp.where(right, sums["workers"] + own, -1)
+        return {
+            "workers": workers,
+            "turns": sums["turns"] + turn * own,
+            "sizes": sums["sizes"] + self._one_hot(workers.sum() - 1),
+            "depth": payloads["depth"].max(0) + 1,
+            "chunk": jnp.full((1,), chunk, jnp.int32),
+        }
 
     def accumulate(self, payloads, chunk):
-        workers = self._local(payloads, chunk)["workers"]
+        workers = self.hop(payloads, chunk, 0)["workers"]
         return jnp.append(workers, chunk).astype(jnp.float32)
 
     def decompress(self, payloads):
-        names = ("workers", "turns", "chunk", "depth", "sizes")
-        flat = [payloads[name] for name in names]
+        flat = [payloads[name] for name in (*COUNTS, "chunk", "depth")]
         return jnp.concatenate([leaf.reshape(self.chunks, -1) for leaf in flat], axis=1)
 
     def rounded(self, turn):
         raise NotImplementedError("no topology asks for it")
 
-    def _zero(self):
-        zeros = jnp.zeros((1, self.n), jnp.int32)
-        counts = dict.fromkeys(("workers", "turns", "sizes"), zeros)
-        return {**counts, "depth": zeros[:, :1], "chunk": zeros[:, :1] - 1}
-
-    def _local(self, payloads, chunk):
-        own = jax.nn.one_hot(lax.axis_index("data"), self.n, dtype=jnp.int32)
-        received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
-        right = jnp.all((received == expected) | (received == -1))
-        return {
-            "workers": jnp.where(right, payloads["workers"].sum(0, dtype=jnp.int32) + own, -1),
-            "turns": payloads["turns"].sum(0, dtype=jnp.int32),
-            "sizes": payloads["sizes"].sum(0, dtype=jnp.int32),
-            "depth": payloads["depth"].max(0),
-        }
-
-    def _payload(self, payloads, chunk, turn):
-        local = self._local(payloads, chunk)
-        turns = local["turns"] + jax.nn.one_hot(turn, self.n, dtype=jnp.int32)
-        sizes = local["sizes"] + jax.nn.one_hot(local["workers"].sum() - 1, self.n, dtype=jnp.int32)
-        last = {"depth": local["depth"] + 1, "chunk": jnp.full((1,), chunk, jnp.int32)}
-        return {"workers": local["workers"], "turns": turns, "sizes": sizes, **last}
+    def _one_hot(self, place):
+        return jax.nn.one_hot(place, self.n, dtype=jnp.int32)
 
 
 def on_workers(n: int, fn):
@@ -99,31 +94,38 @@ def on_workers(n: int, fn):
     return jax.jit(mapped)(0)
 
 
-@functools.cache
-def counted(name: str, n: int):
-    """The result of an all-reduce of a codec that counts, and that of a reduce-scatter."""
+def turns_of(name: str, chunks: int, n: int) -> np.ndarray:
+    """Turns of the wire format, [chunks, workers]."""
+    chunk, worker = np.indices((chunks, n))
+    owner = chunk // TOPOLOGIES[name].chunks_per_worker
+    forward, backward = (worker - owner - 1) % n, (owner - worker - 1) % n
+    both_ways = np.where(chunk % 2 == 0, forward, backward)
+    return {
+        "bidirectional": both_ways,
+        "unrolled_bidirectional": both_ways,
+        "butterfly": n - 1 - (worker ^ owner),
+        "all_to_all": backward,
+    }.get(name, forward)
+
+
+@pytest.mark.sampled(2)
+@every_size
+def test_every_chunk_holds_every_worker_once_and_every_turn_is_that_of_the_wire_format(name, n):
     topology = TOPOLOGIES[name]
-    codec = Counted(n, topology.num_chunks(n))
+    chunks = topology.num_chunks(n)
+    codec = Counted(n, chunks)
 
     def both(axis):
-        scattered = topology.reduce_scatter(codec, axis)
-        return topology.all_reduce(codec, axis).decode(), scattered.values, scattered.token
+        return topology.all_reduce(codec, axis).decode(), topology.reduce_scatter(codec, axis)
 
-    return jax.tree.map(np.asarray, on_workers(n, both))
-
-
-@pytest.mark.sampled(3)
-@every_size
-def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, n):
-    topology = TOPOLOGIES[name]
-    result, _, _ = counted(name, n)
-    chunks = topology.num_chunks(n)
+    result, scattered = jax.tree.map(np.asarray, on_workers(n, both))
     assert result.shape == (n, chunks, 3 * n + 2)
     assert (result == result[0]).all()
-    cuts = (n, 2 * n, 2 * n + 1, 2 * n + 2)
-    workers, turns, owner, depth, sizes = np.split(result[0], cuts, axis=1)
+    cuts = (n, 2 * n, 3 * n, 3 * n + 1)
+    workers, turns, sizes, owner, depth = np.split(result[0], cuts, axis=1)
     np.testing.assert_array_equal(workers, 1)
-    np.testing.assert_array_equal(turns, 1)
+    np.testing.assert_array_equal(turns, turns_of(name, chunks, n))
+    np.testing.assert_array_equal(np.sort(turns, axis=1), np.tile(np.arange(n), (chunks, 1)))
     np.testing.assert_array_equal(owner[:, 0], np.arange(chunks))
     longest = {"butterfly": n.bit_length(), "all_to_all": 2}.get(name, n)
     np.testing.assert_array_equal(depth, longest)
@@ -131,59 +133,11 @@ def test_every_chunk_holds_every_worker_once_and_every_turn_is_taken_once(name, 
     for count, workers_in_sum in topology.compressions(n):
         expected[workers_in_sum - 1] += count
     np.testing.assert_array_equal(sizes, np.broadcast_to(expected, (chunks, n)))
-
-
-@pytest.mark.sampled(2)
-@every_size
-def test_a_reduce_scatter_ends_with_the_own_chunks(name, n):
-    topology = TOPOLOGIES[name]
-    _, values, token = counted(name, n)
-    workers, chunk = np.split(values.reshape(topology.num_chunks(n), n + 1), (n,), axis=1)
+    # A reduce-scatter ends with the own chunks.
+    workers, chunk = np.split(scattered.values.reshape(chunks, n + 1), (n,), axis=1)
     np.testing.assert_array_equal(workers, 1)
-    np.testing.assert_array_equal(chunk[:, 0], np.arange(topology.num_chunks(n)))
-    assert (token.shape, token.dtype) == ((n, 1), np.float32)
-
-
-class Timed(ChunkCodec):
-    """A codec that notes at which turn each worker compresses a chunk, for topologies of n."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def compress(self, chunk, turn):
-        return self._noted(jnp.zeros(self.n, jnp.int32), turn)
-
-    def hop(self, payloads, chunk, turn):
-        return self._noted(payloads.sum(0, dtype=jnp.int32), turn)
-
-    def decompress(self, payloads):
-        return payloads
-
-    def accumulate(self, payloads, chunk):
-        raise NotImplementedError("only for a reduce-scatter")
-
-    def rounded(self, turn):
-        raise NotImplementedError("no topology asks for it")
-
-    def _noted(self, turns, turn):
-        return turns.at[lax.axis_index("data")].set(jnp.asarray(turn, jnp.int32))
-
-
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_turns_are_those_of_the_wire_format(name):
-    n, topology = 8, TOPOLOGIES[name]
-    turns = on_workers(n, lambda axis: topology.all_reduce(Timed(n), axis).decode())[0]
-    chunk, worker = np.indices(turns.shape)
-    owner = chunk // topology.chunks_per_worker
-    forward, backward = (worker - owner - 1) % n, (owner - worker - 1) % n
-    both_ways = np.where(chunk % 2 == 0, forward, backward)
-    expected = {
-        "bidirectional": both_ways,
-        "unrolled_bidirectional": both_ways,
-        "butterfly": n - 1 - (worker ^ owner),
-        "all_to_all": backward,
-    }.get(name, forward)
-    np.testing.assert_array_equal(turns, expected)
+    np.testing.assert_array_equal(chunk[:, 0], np.arange(chunks))
+    assert (scattered.token.shape, scattered.token.dtype) == ((n, 1), np.float32)
 
 
 class CountedSums(Counted):
