@@ -38,7 +38,7 @@ from dynamiq_jax.training._local_sgd_state import (
     check_outer,
     check_timing,
 )
-from dynamiq_jax.training._params import check_like, check_shared_params, wide
+from dynamiq_jax.training._params import check_like, check_shared_params
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
@@ -361,8 +361,10 @@ class LocalSGD:
             if not self.mixing:  # not 0 times what a worker has, which may be NaN
                 return whole
             share = np.float32(self.mixing)
-            own, others = share.astype(wide(local).dtype), (1 - share).astype(wide(whole).dtype)
-            return (own * wide(local) + others * wide(whole)).astype(local.dtype)
+            wide = local.dtype if local.dtype.itemsize >= 4 else np.dtype(np.float32)
+            mixed = share.astype(wide) * local.astype(wide)
+            mixed += (1 - share).astype(wide) * whole.astype(wide)
+            return mixed.astype(local.dtype)
 
         own = jax.tree.map(merged, after, fragments.take(params, fragment))
         state = state._replace(

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._inputs.checks import check_floating
@@ -55,8 +54,3 @@ def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
     if found != expected:
         apart = sorted(set(found) ^ set(expected)) or found
         raise ValueError(f"{what}: {'; '.join(apart)[:300]} is in one of both alone. {remedy}")
-
-
-def wide(leaf: Array) -> Array:
-    """Return a floating leaf of fewer than 32 bits in float32, and others as they are."""
-    return leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf

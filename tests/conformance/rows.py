@@ -73,7 +73,10 @@ PRODUCT = {
     "mxfp8_shared": Row(
         method=MXFP8(shared_scale=True), error=(7e-4, 1.7e-3), reach=32, stays=True
     ),
-    "dynamiq": Row(method=dq.DynamiQ(), error=(9e-4, 1.9e-3), key="noise", bias=0.04, reach=256),
+    # On a mesh it has two widths, in `test_mesh.py`.
+    "dynamiq": Row(
+        method=dq.DynamiQ(), error=(9e-4, 1.9e-3), key="noise", bias=0.04, reach=256, mesh=()
+    ),
     "paper": Row(
         method=dq.DynamiQ.paper(),
         error=(2.8e-3, 5.2e-3),

@@ -115,7 +115,7 @@ CASES = {
     ),
     "hosts": hosts_case("ring", STOCHASTIC),
     "hosts butterfly": hosts_case("butterfly", STOCHASTIC, check_vma=False),
-    "hosts all to all": hosts_case("all_to_all", TWO_WIDTHS),
+    "hosts all to all": hosts_case("all_to_all", STOCHASTIC),
 }
 
 

@@ -20,7 +20,7 @@ TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 functions = pytest.mark.parametrize(
     "norms",
     (
-        functools.partial(l2_norm, axis=1),
+        jax.jit(functools.partial(l2_norm, axis=1)),
         jax.jit(functools.partial(operations.statistics, implementation="xla")),
     ),
     ids=("l2_norm", "statistics"),
@@ -38,7 +38,7 @@ def assert_norms(found, values: np.ndarray) -> None:
 @functions
 @given(exponent=st.floats(-126, 127.9), seed=st.integers(0, 2**32 - 1))
 def test_the_norm_is_that_of_float64(norms, exponent, seed):
-    values = np.random.default_rng(seed).uniform(-1, 1, (5, 256))
+    values = np.random.default_rng(seed).uniform(-1, 1, (13, 256))
     values = (values * 2.0**exponent).astype(np.float32)
     values[np.abs(values) < TINY] = 0  # subnormal numbers are flushed
     assert_norms(norms(values), values)
@@ -54,11 +54,11 @@ def test_rows_of_very_different_norms_are_all_precise(norms):
 
 @functions
 def test_a_norm_of_what_is_not_finite_is_not_and_that_of_zeros_is_zero(norms):
-    values = np.ones((5, 256), np.float32)
+    values = np.ones((13, 256), np.float32)
     values[1:4, 7] = np.nan, np.inf, -np.inf
     values[4] = 0
     found = np.asarray(norms(values))
-    np.testing.assert_array_equal(np.isfinite(found), [True, False, False, False, True])
+    np.testing.assert_array_equal(np.isfinite(found), ~np.isin(np.arange(13), (1, 2, 3)))
     assert found[4] == 0
 
 
@@ -73,4 +73,5 @@ def test_no_factor_is_subnormal(monkeypatch):
     monkeypatch.setattr(rows, "inverse_unit", flushed)
     values = np.zeros((4, 256), np.float32)
     values[:, 5] = 2.0**125, 2.0**126, 2.0**127, LARGEST
-    np.testing.assert_allclose(l2_norm(values, axis=1), values[:, 5], rtol=1e-6)
+    norms = jax.jit(functools.partial(l2_norm, axis=1))(values)
+    np.testing.assert_allclose(norms, values[:, 5], rtol=1e-6)
