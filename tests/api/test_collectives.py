@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -324,28 +323,6 @@ COLLECTIVES = {
     ),
 }
 every_collective = pytest.mark.parametrize("name", COLLECTIVES)
-
-
-@pytest.mark.parametrize(
-    "function",
-    (
-        dq.psum,
-        dq.pmean,
-        dq.psum_scatter,
-        dq.all_gather,
-        dq.compress,
-        dq.all_reduce_gradients,
-        dq.wire_report,
-    ),
-    ids=lambda function: function.__name__,
-)
-def test_defaults_are_the_same_everywhere(function):
-    parameters = inspect.signature(function).parameters
-    assert parameters["method"].default == dq.Compression()
-    assert parameters["method"].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert len(parameters) <= 9
-    if "key" in parameters:
-        assert parameters["key"].kind == inspect.Parameter.KEYWORD_ONLY
 
 
 @every_collective

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, resolve_method
+from dynamiq_jax.methods import resolve_method
 from dynamiq_jax.methods._registry import PRESETS
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from dynamiq_jax.training import LocalSGD
@@ -124,8 +124,8 @@ def test_every_topology(method, topology, check_vma, data_mesh):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "run"),
-    ((TWO_WIDTHS, False), (MXFP8(), True)),
-    ids=("dynamiq", "mxfp8"),
+    ((TWO_WIDTHS, False), (STOCHASTIC, True)),
+    ids=("dynamiq", "stochastic"),
 )
 def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
     choice = dq.Compression(method, max_error=1e-3, exact_below=0)

@@ -293,7 +293,7 @@ def test_nothing_is_compared_elsewhere(described):
     """
     on_mesh(2).lower()
     on_mesh(jax.device_count(), method=dq.Compression(check_agreement=False)).lower()
-    local = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(0))
+    local = functools.partial(dq.pmean, axis_name="data", method="bf16", key=jax.random.key(0))
     on_workers = jax.vmap(local, axis_name="data")
     mesh = jax.make_mesh((jax.device_count(),), ("other",), axis_types=(AxisType.Auto,))
     how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}

@@ -80,7 +80,7 @@ def test_what_is_no_compression_is_refused(arguments, words):
 
 
 def test_every_function_takes_it_as_its_method():
-    """And no function has a second way to say what it says."""
+    """With one default, and no function has a second way to say what it says."""
     fields = {field.name for field in dataclasses.fields(dq.Compression)} - {"method"}
     takers = [dq.training.LocalSGD]
     takers += [getattr(dq, name) for name in dq.__all__ if inspect.isfunction(getattr(dq, name))]
@@ -88,5 +88,11 @@ def test_every_function_takes_it_as_its_method():
     for function in takers:
         parameters = inspect.signature(function).parameters
         assert not fields & set(parameters), function
+        if "method" in parameters and inspect.isfunction(function):
+            assert parameters["method"].default == dq.Compression()
+            assert parameters["method"].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
+            assert len(parameters) <= 9
+        if "key" in parameters:
+            assert parameters["key"].kind == inspect.Parameter.KEYWORD_ONLY
         with_method += "method" in parameters
     assert with_method == 8

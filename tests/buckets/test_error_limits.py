@@ -52,7 +52,7 @@ def check_exact(mean, values):
     np.testing.assert_allclose(mean, truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("method", "size", "is_zero"),
     (
@@ -80,7 +80,7 @@ def test_a_result_that_underflows_has_its_error(method, size, is_zero):
         assert metrics["norm"] == pytest.approx(np.linalg.norm(1e30 * truth) / 1e30, rel=1e-3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", ("dynamiq", "bf16", "blockint:4"))
 @pytest.mark.parametrize("large", (1e38, -3e38))
 def test_a_limit_keeps_means_finite_that_are_finite(method, large):

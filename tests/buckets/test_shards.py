@@ -252,7 +252,11 @@ def test_states_are_split_as_the_gradients_are():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("method", ("ef+mxfp4", "ef+topk_chunked:8", "ef+dynamiq:4"))
+@pytest.mark.parametrize(
+    "method",
+    ("ef+mxfp4", "ef+topk_chunked:8", ErrorFeedback(inner=TWO_WIDTHS)),
+    ids=("mxfp4", "topk_chunked", "dynamiq"),
+)
 def test_states_of_every_kind_resume_on_shards(method):
     """Saved after a step and read again: the same bits, on all workers, in every shard."""
     own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]

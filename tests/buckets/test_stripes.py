@@ -20,7 +20,7 @@ from tests.support.buckets import plan_of
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
 
 KEY = jax.random.key(3)
 striped = functools.partial(dq.Compression, bucketing="striped", exact_below=0)
@@ -270,7 +270,9 @@ def test_leaves_of_a_half_share_one_budget():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("method", "with_metrics"), (("dynamiq", True), ("bf16", True), ("mxfp8", False))
+    ("method", "with_metrics"),
+    ((TWO_WIDTHS, True), ("bf16", True), ("mxfp8", False)),
+    ids=("dynamiq", "bf16", "mxfp8"),
 )
 def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_metrics):
     tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
