@@ -114,18 +114,21 @@ def test_what_is_not_finite_stays_in_its_row():
     assert 1e-7 < vnmse(decoded[~lost], rows[~lost]) < 1e-2
 
 
-def test_a_rounded_codec_carries_the_values_that_it_decoded():
+def test_a_rounded_codec_carries_the_values_of_a_compression_with_the_same_turn():
     """In the coordinates of the bucket, whatever the order of the table."""
     rows = some_rows()
     order = np.random.default_rng(1).permutation(CHUNKS * ROWS).reshape(CHUNKS, ROWS)
 
     @jax.jit
     def run(rows, order):
-        values, codec = codec_of(rows, order).rounded(3)
-        return values, codec.local.rows
+        codec, chunks = codec_of(rows, order), jnp.arange(CHUNKS)
+        values, rounded = codec.rounded(3)
+        sent = jax.lax.map(lambda chunk: codec.compress(chunk, 3), chunks)
+        return values, rounded.local.rows, codec.decompress(sent)
 
-    values, carried = map(np.asarray, run(rows, order))
+    values, carried, expected = map(np.asarray, run(rows, order))
     np.testing.assert_array_equal(values, carried.reshape(-1))
+    np.testing.assert_array_equal(values, expected)
     assert 1e-5 < vnmse(values, rows.reshape(-1)) < 1e-2
 
 

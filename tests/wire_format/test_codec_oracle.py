@@ -262,27 +262,6 @@ def test_consecutive_chunks_are_those_of_the_whole_bucket():
     np.testing.assert_array_equal(sent_from_part, sent[0])
 
 
-def test_rounded_values_are_those_of_a_compression_with_the_same_turn():
-    size = NUM_CHUNKS * 20 * 256 - 100
-    layout, turn = TWO_WIDTHS.layout(size, NUM_CHUNKS), 5
-    (flat,) = of_workers(2, 1, size)
-    norms = jnp.asarray(oracle.row_norms(oracle.to_rows(flat, NUM_CHUNKS)))
-    places = place_rows(norms, layout)
-
-    @jax.jit
-    def run(flat):
-        local = LocalRows(layout.as_rows(flat), places, SEED)
-        codec = DynamiQChunks(local=local, layout=layout, implementation=None)
-        values, rounded = codec.rounded(turn)
-        sent = jax.lax.map(lambda chunk: codec.compress(chunk, turn), jnp.arange(NUM_CHUNKS))
-        return values, layout.as_flat(rounded.local.rows), codec.decompress(sent)
-
-    values, carried, expected = run(flat)
-    np.testing.assert_array_equal(values, expected)
-    np.testing.assert_array_equal(carried, expected)
-    assert 1e-6 < vnmse(values, flat) < 1e-2
-
-
 # -------------------------------------------------------------------------------- whole all-reduces
 
 SIZE = 3 * 256 * 100 + 77
