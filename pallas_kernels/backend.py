@@ -142,8 +142,3 @@ class Backend(abc.ABC):
 def takes_messages(operation: Operation) -> bool:
     """Return whether the first argument of an operation are messages."""
     return operation not in (Backend.statistics, Backend.sort, Backend.solve)
-
-
-def takes_layout(operation: Operation) -> bool:
-    """Return whether an operation takes the layout of a message."""
-    return operation not in (Backend.statistics, Backend.sort)

@@ -11,11 +11,6 @@ from jax.typing import DTypeLike
 _WORD = 4  # bytes
 
 
-def length(num_bytes: int, dtype: DTypeLike) -> int:
-    """Return the elements of a message of some bytes, a multiple of 4."""
-    return num_bytes // jnp.dtype(dtype).itemsize
-
-
 def convert(messages: Array, dtype: DTypeLike) -> Array:
     """Convert messages [..., length] to bytes, uint8, or to words, uint32."""
     if messages.dtype == dtype:

@@ -20,7 +20,7 @@ type that suits the backend.
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import choice, first_use, message_types
+from pallas_kernels import choice, first_use
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import Index, Layout, LocalRows, Places
 
@@ -44,7 +44,7 @@ def compress(
 ) -> Array:
     """Encode one chunk of the local rows: the first message on its path."""
     dtype = choice.message_dtype(implementation)
-    nothing = jnp.zeros((0, message_types.length(layout.payload_bytes, dtype)), dtype)
+    nothing = jnp.zeros((0, layout.payload_bytes // jnp.dtype(dtype).itemsize), dtype)
     return hop(nothing, local, chunk, turn, layout=layout, implementation=implementation)
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from pallas_kernels.backend import Backend, Operation, takes_layout
+from pallas_kernels.backend import Backend, Operation
 from pallas_kernels.codec import (
     MAX_WIDTH,
     SUPER_GROUP_SIZE,
@@ -102,9 +102,13 @@ class Trial:
             "scales of sums": (messages[:1], local, chunk),
             "decompress of sums": (messages, local.places, table),
         }
-        layout = {"layout": self.layout}
+        without_layout = Backend.statistics, Backend.sort
         return {
-            name: OperationCall(operation, arrays[name], layout if takes_layout(operation) else {})
+            name: OperationCall(
+                operation,
+                arrays[name],
+                {} if operation in without_layout else {"layout": self.layout},
+            )
             for name, operation in CALLS.items()
         }
 

@@ -89,11 +89,7 @@ def energies_of(squares: Array, super_bits: Array) -> Array:
 
 def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
     """Compute the scales that both ends use, float32 [rows, groups], from integers."""
-    return scale_of_groups(group_bytes.astype(jnp.int32).astype(jnp.float32), super_bits)
-
-
-def scale_of_groups(group_scales: Array, super_bits: Array) -> Array:
-    """Compute `reconstruct_scales` of group scales that are whole numbers in float32 already."""
+    group_scales = group_bytes.astype(jnp.int32).astype(jnp.float32)
     return group_scales * scale_step(super_bits.astype(jnp.uint32))[:, None]
 
 
@@ -105,7 +101,7 @@ def scale_step(super_bits: Array) -> Array:
 
 
 def inverse_of_groups(group_scales: Array, super_bits: Array, ops: Arithmetic = PLAIN) -> Array:
-    """Compute `reciprocal` of `scale_of_groups` with one check a row instead of one a group.
+    """Compute `reciprocal` of the scales of groups, with one check a row instead of one a group.
 
     A group scale is 0 where all magnitudes are below 2^-140 of the row's: any factor that keeps
     them far below a level gives the same codes.

@@ -186,7 +186,7 @@ def test_energies_of_zeros_and_of_what_is_lost_are_lowest():
 @jax.jit
 def inverses(group_scales, super_bits):
     """Factors of groups of the kernels, and of the base."""
-    scale = scales.scale_of_groups(group_scales, super_bits)
+    scale = scales.reconstruct_scales(group_scales, super_bits)
     return scales.inverse_of_groups(group_scales, super_bits), scales.reciprocal(scale)
 
 
