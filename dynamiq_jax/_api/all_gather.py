@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from dynamiq_jax._buckets import order
-from dynamiq_jax._buckets.axes import find_axis
+from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
@@ -66,7 +66,7 @@ def all_gather(
     if to not in ("varying", "invarying"):
         raise ValueError(f"to={to!r} is not supported. Give 'varying' or 'invarying'.")
     request = resolve(method)
-    collective = AllGather(find_axis(axis_name), axis, tiled)
+    collective = AllGather(find_axes(axis_name, single=True), axis, tiled)
     names = collective.axes.names
     tracked = all(map(compat.tracks_varying, names))
     specs = request.specs

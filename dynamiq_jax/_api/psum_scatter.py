@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from jax import Array
 
-from dynamiq_jax._buckets.axes import find_axis
+from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._collectives.halves import ReduceScatter
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
@@ -51,5 +51,5 @@ def psum_scatter(
     (2, 256, 64)
     """
     request = resolve(method)
-    collective = ReduceScatter(find_axis(axis_name), scatter_dimension, tiled)
+    collective = ReduceScatter(find_axes(axis_name, single=True), scatter_dimension, tiled)
     return run(collective, tree, key, request).tree

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
-from dynamiq_jax._inputs import checks
+from dynamiq_jax._inputs.shards import managed_axes
+from pallas_kernels._jax import compat
 from pallas_kernels.copies import pad
 
 AxisName = str | tuple[str, ...]
@@ -137,29 +138,44 @@ def _each(axis_name: Any) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
-def find_axes(axis_name: Any) -> Axes:
+def find_axes(axis_name: Any, *, single: bool = False) -> Axes:
     """Find axes in scope by their names; see `dynamiq_jax.psum`.
 
     Args:
       axis_name: name of an axis, or several, the slowest first.
+      single: True if only one is possible.
 
     Raises:
-      ValueError: see `axis_names`; a name that is no axis in scope.
+      ValueError: see `axis_names`; a name that is no axis in scope; several of which one is
+        possible.
     """
-    slow, *fast = (Axis(name, checks.check_axis(name, axis_name)) for name in axis_names(axis_name))
+    names = axis_names(axis_name)
+    slow, *fast = (Axis(name, _size_of(name, axis_name)) for name in names)
+    if single and fast:
+        raise ValueError(
+            f"axis_name={axis_name!r} names {len(names)} axes, where only one is possible. Give "
+            "the slow one, and use the collectives of jax.lax over the others."
+        )
     return Axes(slow, tuple(fast))
 
 
-def find_axis(axis_name: Any) -> Axes:
-    """Find a single axis; raise ValueError for several.
-
-    Args:
-      axis_name: its name.
-    """
-    axes = find_axes(axis_name)
-    if axes.fast:
+def _size_of(name: str, axis_name: Any) -> int:
+    """Return the size of one of the axes that a user gives, or raise ValueError."""
+    try:
+        size = lax.axis_size(name)
+    except NameError:
+        here = ", ".join(map(repr, compat.axes_in_scope()))
+        there_are = f"There are {here}." if here else "There is none."
         raise ValueError(
-            f"axis_name={axis_name!r} names {len(axes.names)} axes, where only one is possible. "
-            "Give the slow one, and use the collectives of jax.lax over the others."
+            f"axis_name={axis_name!r}: {name!r} is not an axis here. {there_are} Call this "
+            "inside jax.shard_map over a mesh with that axis, or inside "
+            f"jax.vmap(..., axis_name={name!r}), also optimizer.init of a method that carries "
+            "state. A step outside of both, with shardings alone, is compressed by dq.compress."
+        ) from None
+    if name in managed_axes(jax.sharding.get_abstract_mesh()):
+        raise ValueError(
+            f"axis_name={axis_name!r}: {name!r} is an axis of jax.vmap here, and one of the mesh "
+            "that the compiler manages. It would sum exactly, and save nothing. Use jax.shard_map, "
+            "or jnp.mean over the axis of the replicas, and give the step to dq.compress."
         )
-    return axes
+    return size

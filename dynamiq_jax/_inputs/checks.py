@@ -6,49 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from dynamiq_jax._core import MistakeError
-from dynamiq_jax._inputs.shards import managed_axes
 from dynamiq_jax.methods import ChunkedMethod, Method
 from pallas_kernels._jax import compat
 
 _NO_NUMBERS = frozenset("USOMm")  # kinds of dtypes: strings, objects, dates and times
-
-
-def check_axis(name: Any, axis_name: Any) -> int:
-    """Return the size of an axis, which is one of `axis_name`.
-
-    Args:
-      name: name of one axis.
-      axis_name: argument of the user, for errors.
-
-    Raises:
-      ValueError: the name is not a string, or no such axis is in scope.
-    """
-    if not isinstance(name, str):
-        raise ValueError(
-            f"axis_name={axis_name!r} is not a mesh or vmap axis. Give its name, such as 'data', "
-            "or a tuple of names with the slowest link first, such as ('hosts', 'local')."
-        )
-    try:
-        size = lax.axis_size(name)
-    except NameError:
-        here = ", ".join(map(repr, compat.axes_in_scope()))
-        there_are = f"There are {here}." if here else "There is none."
-        raise ValueError(
-            f"axis_name={axis_name!r}: {name!r} is not an axis here. {there_are} Call this "
-            "inside jax.shard_map over a mesh with that axis, or inside "
-            f"jax.vmap(..., axis_name={name!r}), also optimizer.init of a method that carries "
-            "state. A step outside of both, with shardings alone, is compressed by dq.compress."
-        ) from None
-    if name in managed_axes(jax.sharding.get_abstract_mesh()):
-        raise ValueError(
-            f"axis_name={axis_name!r}: {name!r} is an axis of jax.vmap here, and one of the mesh "
-            "that the compiler manages. It would sum exactly, and save nothing. Use jax.shard_map, "
-            "or jnp.mean over the axis of the replicas, and give the step to dq.compress."
-        )
-    return size
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:

@@ -10,7 +10,7 @@ and `check`, and sends the groups of its buckets by `send_groups`. Its transfers
 those of other calls by tokens: see `after`.
 """
 
-from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes, find_axis
+from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.exact import all_reduce as all_reduce_exact
 from dynamiq_jax._buckets.exact import bytes_sent as exact_bytes_sent
@@ -22,13 +22,7 @@ from dynamiq_jax._collectives.collective import Collective, Leaves
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._core import check_optimizer
 from dynamiq_jax._core.naming import spelled
-from dynamiq_jax._inputs.checks import (
-    check_axis,
-    check_chunked,
-    check_floating,
-    check_key,
-    named_leaves,
-)
+from dynamiq_jax._inputs.checks import check_chunked, check_floating, check_key, named_leaves
 from dynamiq_jax._inputs.compression import Choice, split_route
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._inputs.shards import managed_axes
@@ -45,7 +39,7 @@ from pallas_kernels._jax.dependencies import never
 
 # A collective, and one call of it.
 __all__ = ["AllGather", "Collective", "Leaves", "ReduceScatter", "run"]
-__all__ += ["Axes", "AxisName", "Bucket", "CutRules", "axis_names", "find_axes", "find_axis"]
+__all__ += ["Axes", "AxisName", "Bucket", "CutRules", "axis_names", "find_axes"]
 __all__ += ["managed_axes", "named_leaves"]
 __all__ += ["Choice", "Request", "check_chunked", "resolve", "spelled", "split_route"]
 # Exact leaves, and the names of operations in profiles.
@@ -57,5 +51,4 @@ __all__ += ["transfer_of"]
 __all__ += ["after", "last_token", "never", "remember", "token_of"]
 __all__ += ["check_like", "check_names", "check_shared_params"]
 # Arguments of a function that calls collectives of JAX itself.
-__all__ += ["check_axis", "check_floating", "check_key", "check_optimizer"]
-__all__ += ["varying_axes"]
+__all__ += ["check_floating", "check_key", "check_optimizer", "varying_axes"]

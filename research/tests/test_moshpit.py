@@ -272,10 +272,10 @@ def test_shards_of_leaves_travel_alone():
 @pytest.mark.parametrize(
     "change, error, words",
     (
-        ({"axis_name": ("x", "x")}, ValueError, "each of them once"),
+        ({"axis_name": ("x", "x")}, ValueError, "does not name different axes"),
         ({"axis_name": ("x", "q")}, ValueError, "'q'"),
         ({"axis_name": (("x", "y"),)}, ValueError, "axis_name="),
-        ({"axis_name": ()}, ValueError, "each of them once"),
+        ({"axis_name": ()}, ValueError, "does not name different axes"),
         ({"axis_name": None}, ValueError, "axis_name=None"),
         ({"key": 3}, TypeError, "key=3 is not a PRNG key"),
         ({"rounds": 0}, ValueError, "rounds=0"),

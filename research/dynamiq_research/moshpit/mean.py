@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Exact, Method
 from dynamiq_jax.parts import check_integer, same_over, vary_over
-from dynamiq_jax.parts.collectives import check_axis, check_floating, check_key, varying_axes
+from dynamiq_jax.parts.collectives import check_floating, check_key, find_axes, varying_axes
 
 Tree = TypeVar("Tree")
 
@@ -89,7 +89,7 @@ def moshpit_mean(
             f"method={method!r} carries state from call to call, which moshpit_mean cannot keep. "
             "Give one without, such as dq.DynamiQ()."
         )
-    names = _check_axes(axis_name)
+    names = find_axes(tuple(axis_name) if isinstance(axis_name, list) else axis_name).names
     rounds = len(names) if rounds is None else rounds
     check_integer("rounds", rounds, 1)
     check_integer("first", first, 0)
@@ -157,18 +157,6 @@ def _vary(leaf: Array, axis_name: str) -> Array:
     if axis_name in varying_axes(leaf):
         return leaf
     return vary_over(leaf, (axis_name,))
-
-
-def _check_axes(axis_name: Any) -> tuple[str, ...]:
-    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    for name in names:
-        check_axis(name, axis_name)
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"axis_name={axis_name!r} are not axes of a grid. Give each of them once, such as "
-            "('x', 'y')."
-        )
-    return names
 
 
 def _floating(tree: Tree) -> Tree:

@@ -21,7 +21,7 @@ from dynamiq_jax.parts.collectives import (
     check_agreement,
     check_chunked,
     check_key,
-    find_axis,
+    find_axes,
     managed_axes,
     named_leaves,
     plan_tree,
@@ -132,14 +132,13 @@ class LossyCollectives:
           ValueError: as `dq.psum_scatter`; a leaf that is not floating, or is split over other axes
             of the mesh.
         """
-        axis = find_axis(self.axis_name).slow
+        axes = find_axes(self.axis_name, single=True)
         self._check(tree)
         key = check_key(key, (self.axis_name,))
         compression = resolve(self._direct, settings=self._settings)
-        operation = _LossyReduceScatter(
-            find_axis(self.axis_name), lossy=self, key=jax.random.fold_in(key, _GRADIENTS)
-        )
-        rows = jax.tree.map(lambda leaf: _rows(leaf, axis.size), tree)
+        of_gradients = jax.random.fold_in(key, _GRADIENTS)
+        operation = _LossyReduceScatter(axes, lossy=self, key=of_gradients)
+        rows = jax.tree.map(lambda leaf: _rows(leaf, axes.num_workers), tree)
         return run(operation, rows, key, compression).tree
 
     @property
@@ -152,7 +151,7 @@ class LossyCollectives:
         Each leaf is flattened, padded with zeros and cut into equal parts, one for each worker in
         order: shapes [ceil(size / workers)].
         """
-        axis = find_axis(self.axis_name).slow
+        axis = find_axes(self.axis_name, single=True).slow
         self._check(tree)
         return jax.tree.map(lambda leaf: _rows(leaf, axis.size)[axis.index], tree)
 
@@ -174,14 +173,14 @@ class LossyCollectives:
           ValueError: parts that do not fit the tree; a leaf that is not floating, or is split over
             other axes of the mesh.
         """
-        axis = find_axis(self.axis_name).slow
+        axis = find_axes(self.axis_name, single=True).slow
         self._check(tree)
         key = check_key(key, (self.axis_name,))
         _check_parts(parts, tree, axis.size)
         compression = resolve(
             dataclasses.replace(self._direct, method="exact"), settings=self._settings
         )
-        plan, _ = plan_tree(AllGather(find_axis(self.axis_name)), parts, compression)
+        plan, _ = plan_tree(AllGather(find_axes(self.axis_name, single=True)), parts, compression)
         check_agreement(plan, key)
         leaves, structure = jax.tree.flatten(tree)
         words = [_as_words(part) for part in jax.tree.leaves(parts)]

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.parts import check_integer, check_number
-from dynamiq_jax.parts.collectives import find_axis, named_leaves
+from dynamiq_jax.parts.collectives import find_axes, named_leaves
 
 
 def drift(tree: Any, axis_name: str) -> Array:
@@ -29,7 +29,7 @@ def drift(tree: Any, axis_name: str) -> Array:
     >>> of_workers(jnp.array([[1.0, 2.0], [1.0, 5.0]]))[0].item()
     4.5
     """
-    axis = find_axis(axis_name).slow
+    axis = find_axes(axis_name, single=True).slow
     leaves = [leaf for _, leaf in named_leaves(tree)[0]]
     size = sum(leaf.size for leaf in leaves)
     if not size or axis.size == 1:
