@@ -9,9 +9,8 @@ From the bottom up:
     rows         values of a block to codes and back
     transfers    rows between HBM and the vectors of a block
     launch       how a kernel is started
-    kernels      the operations on rows
     widths       norms of rows, energies of sums, and the widths that follow
-    backend      their interface
+    backend      the kernels of the operations on rows, and the backend
 """
 
 from pallas_kernels._mosaic_tpu.backend import MosaicTpu
