@@ -68,12 +68,15 @@ def _steps_of(arrays: Mapping[str, NDArray]) -> dict[str, Gradients]:
         raise ValueError(
             f"arrays are of {sorted(counts)} workers. Give the same number of workers for all."
         )
-    _check_alike(steps)
-    for step, gradients in steps.items():
-        if not any(np.any(leaf) for leaf in gradients.values()):
+    first = next(iter(steps))
+    for step in steps:  # all go through one program
+        one, other = ({(n, g.shape) for n, g in steps[each].items()} for each in (first, step))
+        if one != other:
             raise ValueError(
-                f"{step or 'every array'} holds only zeros, of which no error can be measured. "
-                "Give gradients of another step."
+                f"{min(one ^ other)[0]!r} of {step or 'no step'} is not as in "
+                f"{first or 'no step'}, or has less than {LARGE} coordinates in one. Give all "
+                "steps the same parameters. A number at the start of a name, before a slash, is "
+                "its step."
             )
     return steps
 
@@ -101,24 +104,6 @@ def check_sums(path: Path, steps: Mapping[str, Gradients], counts: Iterable[int]
                     f"--gradients {path}: the sum over {count} workers is zero everywhere"
                     f"{step and f' at {step}'}, and no error can be relative to it. Give other "
                     "gradients, or another number of workers."
-                )
-
-
-def _check_alike(steps: Mapping[str, Gradients]) -> None:
-    """Raise ValueError for steps of different parameters: all go through one program."""
-    shapes = {
-        step: {name: leaf.shape[1:] for name, leaf in gradients.items()}
-        for step, gradients in steps.items()
-    }
-    first, *others = shapes
-    for other in others:
-        for name in sorted(shapes[first].keys() | shapes[other].keys()):
-            one, two = (shapes[step].get(name, f"less than {LARGE}") for step in (first, other))
-            if one != two:
-                raise ValueError(
-                    f"{name!r} is of {one} coordinates in {first or 'no step'} and of {two} in "
-                    f"{other or 'no step'}. Give all steps the same parameters. A number at the "
-                    "start of a name, before a slash, is its step."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import zlib
@@ -184,9 +185,8 @@ class _CaseRun:
             if reason := in_own_thread(lambda: self._not_taken(backend, operation), self._timeout):
                 return check.ended(KernelVerdict.ABSENT, reason)
             base = in_own_thread(lambda: self._of_base(operation), self._timeout)
-            ours, again = in_own_thread(
-                lambda: self._run(backend, operation, device), self._timeout
-            )
+            run = functools.partial(self._run, backend, operation, device)
+            ours, again = in_own_thread(run, self._timeout)
             found = compare(ours, base, self._trial.layout, self._trial.widths)
         except Exception as error:  # of any kind: it is that of a compiler
             text = f"{type(error).__name__}: {str(error).strip():.300}"

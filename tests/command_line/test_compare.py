@@ -100,15 +100,13 @@ def test_the_benchmark_writes_such_a_file(tmp_path, model, monkeypatch):
         ({"w": np.ones((0, 5000))}, "first axis is the worker"),
         ({"w": np.ones((4, 5000), complex)}, "'w' has dtype complex128. Give real numbers"),
         ({"w": np.full((4, 5000), "x")}, "'w' has dtype <U1. Give real numbers"),
-        ({"w": np.zeros((4, 5000))}, "every array holds only zeros"),
-        ({"1/w": np.ones((4, 5000)), "20/w": np.zeros((4, 5000))}, "step 20 holds only zeros"),
         (
             {"1/w": np.ones((4, 50, 100)), "20/w": np.ones((4, 100, 50))},
-            r"'w' is of \(50, 100\) coordinates in step 1 and of \(100, 50\) in step 20. Give all",
+            "'w' of step 20 is not as in step 1, .* Give all steps the same",
         ),
         (
             {"1/w": np.ones((4, 5000)), "1/v": np.ones((4, 5000)), "20/w": np.ones((4, 5000))},
-            r"'v' is of \(5000,\) coordinates in step 1 and of less than 1024 in step 20",
+            "'v' of step 20 is not as in step 1, or has less than 1024 coordinates in one",
         ),
     ],
 )
@@ -330,9 +328,10 @@ def test_mistakes_are_refused(options, says):
 
 def test_gradients_that_cancel_are_refused(tmp_path):
     one = of_workers(0, 1, 5000)
-    np.savez(tmp_path / "g.npz", **{"20/w": np.concatenate([one, -one, one])})
-    with pytest.raises(CommandError, match="the sum over 2 workers is zero everywhere at step 20"):
-        Compare(gradients=tmp_path / "g.npz", workers=(3, 2)).run()
+    for values in (np.concatenate([one, -one, one]), np.zeros((3, 5000))):
+        np.savez(tmp_path / "g.npz", **{"20/w": values})
+        with pytest.raises(CommandError, match=r"sum over 2 workers is zero .* at step 20"):
+            Compare(gradients=tmp_path / "g.npz", workers=(2, 3)).run()
 
 
 def test_more_workers_than_the_file_has_are_refused(tmp_path):

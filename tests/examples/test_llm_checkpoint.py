@@ -181,18 +181,19 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors"])
-def test_a_missing_file_is_named(name, tmp_path):
-    oracle.write(tmp_path, LLAMA, oracle.random_tensors(LLAMA), files=3)
+@pytest.mark.parametrize(
+    ("files", "name", "words"),
+    [
+        (3, "config.json", "config.json"),
+        (3, "model-00002-of-00003.safetensors", "model-00002-of-00003.safetensors"),
+        (1, "model.safetensors", r"neither model\.safetensors nor"),
+    ],
+)
+def test_a_missing_file_is_named(files, name, words, tmp_path):
+    oracle.write(tmp_path, LLAMA, oracle.random_tensors(LLAMA), files=files)
     (tmp_path / name).unlink()
-    with pytest.raises(FileNotFoundError, match=name):
+    with pytest.raises(FileNotFoundError, match=words):
         load(tmp_path)
-
-
-def test_a_folder_without_weights_is_refused(llama):
-    (llama[0] / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        load(llama[0])
 
 
 def test_a_file_that_was_cut_off_is_named(llama):

@@ -27,13 +27,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """`jax.nn.dot_product_attention` relies on it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def decoder(folder, **options) -> Decoder:
     config = read_config(folder)
     params = load(folder, config, SingleDeviceSharding(jax.devices()[0]))

@@ -1,7 +1,6 @@
 """The report of the fine-tuning example: its table, its predictions and its plot."""
 
 import json
-import pathlib
 import sys
 from types import SimpleNamespace
 
@@ -139,29 +138,24 @@ def test_the_plot_shows_every_loss(count, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_one_line_says_so(files, tmp_path, monkeypatch, capsys):
     """The run ends as otherwise: with its report, its records and its model."""
-    llm_files.write(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(2))
     options = finetune_llm.Options(
-        checkpoint=tmp_path / "start",
-        data=tmp_path / "chats.jsonl",
+        checkpoint=files / "start",
+        data=files / "chats.jsonl",
         method="exact",
         context=64,
         steps=1,
         output_dir=tmp_path / "output",
     )
-    with jax.numpy_dtype_promotion("standard"):
-        finetune_llm.main(options)
+    finetune_llm.main(options)
     out = capsys.readouterr().out
     assert out.count("pip install matplotlib") == 1
     written = (tmp_path / "output" / "report.md").read_text()
     assert written in out and cells(written)["held-out loss"]
-    assert {path.name for path in pathlib.Path(tmp_path / "output").iterdir()} >= {
-        "model",
-        "metrics.jsonl",
-    }
-    assert not (tmp_path / "output" / "losses.png").exists()
+    names = {path.name for path in (tmp_path / "output").iterdir()}
+    assert names >= {"model", "metrics.jsonl"} and "losses.png" not in names
     last = json.loads((tmp_path / "output" / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"{last['evaluation_loss']:.4f}" in written

@@ -29,21 +29,6 @@ slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder with a checkpoint and chats."""
-    folder = tmp_path_factory.mktemp("llm")
-    llm_files.write(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax adds float32 to int32, which the tests forbid elsewhere."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.fixture(scope="module")
 def command(files):
     """`command(output)`: run the command in this process, two workers of two devices each.
 
@@ -67,6 +52,7 @@ def command(files):
             "learning_rate": 1e-2,
             "save_every": 3,
         }
+        # The fixture of a module comes before that of each test.
         with jax.numpy_dtype_promotion("standard"):
             finetune_llm.main(finetune_llm.Options(**options | more))
 
@@ -123,23 +109,18 @@ def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output,
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "mesh", "words"),
     (
-        ({"method": "bf16"}, r"method 'ef\+topk_chunked:4', now 'bf16'"),
-        ({"context": 32}, r"data '\w+', now '\w+', held_out '\w+', now '\w+'\."),
-        ({"seed": 1}, r"seed 0, now 1\."),
+        ({"method": "bf16"}, (2, 2), r"method 'ef\+topk_chunked:4', now 'bf16'"),
+        ({"context": 32}, (2, 2), r"data '\w+', now '\w+', held_out '\w+', now '\w+'\."),
+        ({"seed": 1}, (2, 2), r"seed 0, now 1\."),
+        ({}, (4,), r"workers 2, now 4, fsdp 2, now 1\."),  # with residuals of other shapes
     ),
 )
-def test_another_run_is_not_resumed(command, output, change, words):
+def test_another_run_is_not_resumed(command, output, change, mesh, words, monkeypatch):
+    monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(*mesh))
     with pytest.raises(SystemExit, match=rf"^finetune_llm: The run in .* started with {words}"):
         command(output, **change)
-
-
-def test_a_run_of_other_workers_is_not_resumed(command, output, monkeypatch):
-    """Neither does it fail where residuals have other shapes."""
-    monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(4))
-    with pytest.raises(SystemExit, match=r"started with workers 2, now 4, fsdp 2, now 1\."):
-        command(output)
 
 
 @pytest.mark.slow

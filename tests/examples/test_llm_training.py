@@ -21,21 +21,6 @@ from tests.support import llm_files
 WORKERS = 2
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder with a checkpoint and chats."""
-    folder = tmp_path_factory.mktemp("llm")
-    llm_files.write(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax adds float32 to int32, which the tests forbid elsewhere."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     (({"workers": 16}, "Their product has to be 8"), ({"fsdp": 16, "batch": 16}, "has to be 8")),
