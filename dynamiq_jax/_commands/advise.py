@@ -114,7 +114,7 @@ class Advise:
         console.print(_table(self, predicted))
         console.print(advice(question, predicted))
         if line := topologies_in_order(predicted):
-            console.print(line, highlight=False)
+            console.print(line)
         for line in self.island_links():
             console.print(line)
         return 0

@@ -35,6 +35,7 @@ from dynamiq_jax._measurement.settings import (
 )
 from dynamiq_jax._prediction.break_even import record
 from dynamiq_jax.methods import DynamiQ
+from pallas_kernels import operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Bench(OnDevices):
         first = jax.process_index() == 0
         console = tables.console(quiet=not first)
         kind, platform = mesh.devices.flat[0].device_kind, mesh.devices.flat[0].platform
-        console.print(f"{mesh.size} workers on devices of kind {kind}", highlight=False)
-        tables.print_codec(console)
+        console.out(f"{mesh.size} workers on devices of kind {kind}")
+        console.out(f"By default, {operations.default_backend()}.")
         rows = measured_rows(console, settings, mesh, sizes, self.repeats, link)
         if first:
             if self.json is not None:
@@ -91,8 +92,7 @@ class Bench(OnDevices):
             with_wire = link is None and workers_per_machine(mesh) < mesh.size
             device = "cpu" if platform == "cpu" else "gpu"
             if recommendation := to_advise(rows, device, with_wire=with_wire):
-                # Not wrapped: a line to paste.
-                console.print(recommendation, highlight=False, soft_wrap=True)
+                console.out(recommendation)  # not wrapped: a line to paste
         return tables.warn_unequal(console, rows)
 
 

@@ -22,6 +22,7 @@ from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._inspection.hlo import ProgramError
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
+from pallas_kernels import operations
 
 _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 
@@ -93,9 +94,9 @@ class Doctor:
         )
         if jax.process_index() == 0:
             console = tables.console()
-            console.print(str(inspection), highlight=False, markup=False, soft_wrap=True)
+            console.out(inspection)
             if self.target.suffix == ".py":  # a text may be of another machine
-                tables.print_codec(console)
+                console.out(f"By default, {operations.default_backend()}.")
             if self.json is not None:
                 results = {
                     "collectives": [row._asdict() for row in inspection.rows],

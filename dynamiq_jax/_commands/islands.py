@@ -58,9 +58,9 @@ class ShowIslands:
         for each in rounds:
             left_out = {} if each.decision is None else each.decision.left_out
             for name, reason in left_out.items():
-                console.print(f"round {each.number}: {name} is left out: {reason}", soft_wrap=True)
+                console.out(f"round {each.number}: {name} is left out: {reason}")
             if each.problem:
-                console.print(f"round {each.number}: {each.problem}", soft_wrap=True)
+                console.out(f"round {each.number}: {each.problem}")
         if self.json is not None:
             rows = [_row(each) for each in rounds]
             records.write(self.json, environment("cpu"), {"store": self.store}, rows)

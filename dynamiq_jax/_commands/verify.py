@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from dynamiq_jax._commands.bench import bench_table, measured_rows
 from dynamiq_jax._commands.devices import OnDevices
@@ -95,10 +94,9 @@ class Verify(OnDevices):
         first = jax.process_index() == 0
         console = tables.console(quiet=not first)
         kind = devices[0].device_kind
-        console.print(
-            f"{len(devices)} devices of kind {kind}, {jax.process_count()} processes, "
-            f"JAX {jax.__version__}",
-            highlight=False,
+        processes = jax.process_count()
+        console.out(
+            f"{len(devices)} devices of kind {kind}, {processes} processes, JAX {jax.__version__}"
         )
         checks = self._checks(console)
         least = KernelVerdict.DIFFERENT if self.allow_rounding else KernelVerdict.ROUNDING
@@ -106,13 +104,12 @@ class Verify(OnDevices):
         not_here = {c.backend: c.text for c in checks if c.verdict == KernelVerdict.NOT_HERE}
         checks = [check for check in checks if check.backend not in not_here]
         for backend, reason in not_here.items():
-            console.print(f"{backend}: not compared: {reason}", highlight=False, soft_wrap=True)
-        how = "interpreted" if self.interpret else "compiled for this machine"
-        console.print(
-            _checks_table(checks, how)
-            if checks
-            else "No kernel can run here. --interpret compares them all the same, slowly."
-        )
+            console.out(f"{backend}: not compared: {reason}")
+        if checks:
+            how = "interpreted" if self.interpret else "compiled for this machine"
+            console.print(_checks_table(checks, how))
+        else:
+            console.out("No kernel can run here. --interpret compares them all the same, slowly.")
         copy, speeds = self._speeds(console, checks, size, problems)
         summed, warned = self._all_reduce(console, devices, size)
         for row in summed:
@@ -121,18 +118,17 @@ class Verify(OnDevices):
             if not row["vnmse"] <= _MOST_ERROR:
                 problems.append(f"{row['setting']}: the sum is wrong, vNMSE {row['vnmse']:.2g}")
         pays = _pays_below(summed, speeds, size)
-        console.print(_advice(pays, alone=not summed), highlight=False, soft_wrap=True)
+        console.out(_advice(pays, alone=not summed))
         for text in (*problems, *warned):
-            console.print(Text(text, style="red"), soft_wrap=True)
-        tables.print_codec(console)
+            console.out(text, style="red")
+        console.out(f"By default, {operations.default_backend()}.")
         compared = sum(check.verdict != KernelVerdict.ABSENT for check in checks)
-        conclusion = (
+        console.out(
             f"{len(problems)} of {compared} outputs or sums are not right. The library does not "
             "use a backend that fails its own check. Please attach the file of --json to an issue."
             if problems
             else f"Right: {compared} outputs of kernels, and all sums."
         )
-        console.print(conclusion, highlight=False, soft_wrap=True)
         if first and self.json is not None:
             results = {
                 "checks": [
@@ -152,7 +148,7 @@ class Verify(OnDevices):
             where = environment(kind) | {
                 "platform": devices[0].platform,
                 "devices": len(devices),
-                "processes": jax.process_count(),
+                "processes": processes,
             }
             records.write(self.json, where, dataclasses.asdict(self), results)
         return int(bool(problems))

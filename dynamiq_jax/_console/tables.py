@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pallas_kernels import operations
 from pallas_kernels._jax.compat import override
 
 
@@ -51,8 +50,8 @@ def _text(cell: Any) -> Text:
 
 def console(*, quiet: bool = False) -> Console:
     """Return the console of a command: wide enough for its tables where there is no terminal."""
-    terminal = _Console(quiet=quiet)
-    return terminal if terminal.is_terminal else _Console(quiet=quiet, width=160)
+    terminal = _Console(quiet=quiet, highlight=False)
+    return terminal if terminal.is_terminal else _Console(quiet=quiet, highlight=False, width=160)
 
 
 @contextlib.contextmanager
@@ -83,12 +82,6 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for heading in right:
         made.add_column(heading, justify="right")
     return made
-
-
-def print_codec(to: Console) -> None:
-    """Print which backend runs the codec on this machine, and the reasons against others."""
-    line = f"By default, {operations.default_backend()}."
-    to.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def warn_unequal(to: Console, rows: Sequence[Mapping[str, Any]]) -> int:
