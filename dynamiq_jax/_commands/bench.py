@@ -83,13 +83,13 @@ class Bench(OnDevices):
         console.out(f"{mesh.size} workers on devices of kind {kind}")
         console.out(f"By default, {operations.default_backend()}.")
         rows = measured_rows(console, settings, mesh, sizes, self.repeats, link)
+        with_wire = link is None and workers_per_machine(mesh) < mesh.size  # on all processes
         if first:
             if self.json is not None:
                 where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
                 records.write(self.json, where, dataclasses.asdict(self), rows)
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
-            with_wire = link is None and workers_per_machine(mesh) < mesh.size
             device = "cpu" if platform == "cpu" else "gpu"
             if recommendation := to_advise(rows, device, with_wire=with_wire):
                 console.out(recommendation)  # not wrapped: a line to paste
