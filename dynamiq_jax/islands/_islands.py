@@ -1,16 +1,20 @@
 """Local SGD between jobs that come and go."""
 
+import concurrent.futures
 import dataclasses
 import functools
+import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._core import (
     check_choice,
@@ -21,17 +25,44 @@ from dynamiq_jax._core import (
 )
 from dynamiq_jax._inputs.checks import check_floating
 from dynamiq_jax._inputs.compression import Choice
-from dynamiq_jax.islands._decode import decode
+from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._encode import encode
-from dynamiq_jax.islands._records import Change, Decision, RoundNotes, digest_of, opened, sealed
-from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file, logger, loss_file
+from dynamiq_jax.islands._packing import Packed, pack
+from dynamiq_jax.islands._records import (
+    LONGEST_NAME,
+    Decision,
+    RoundNotes,
+    Sent,
+    digest_of,
+    is_file_name,
+    sealed,
+)
+from dynamiq_jax.islands._rounds import (
+    RoundFiles,
+    change_file,
+    decision_file,
+    logger,
+    loss_file,
+    state_file,
+)
+from dynamiq_jax.islands._shards import (
+    Shard,
+    Values,
+    as_arrays,
+    assembled,
+    check_leaves,
+    devices_of,
+    needed,
+    take_in,
+)
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._transports import Transport
 from dynamiq_jax.islands.merging import (
+    Findings,
     check_weight,
-    checked_norm,
     clipped,
     copies,
+    examine,
     hash_of,
     leaves_of,
     take_outer_step,
@@ -41,16 +72,45 @@ from dynamiq_jax.islands.merging import (
 from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import DynamiQ
 
-_LONGEST_NAME = 200  # bytes; of files it may have 255
-
 
 class IslandState(NamedTuple):
-    """State of an island: a plain pytree. All of it but `residual` is the same on all islands."""
+    """State of an island: a plain pytree, with the shardings of the parameters.
+
+    `round`, `reference` and `outer` are the same on all islands.
+    """
 
     round: int  # outer steps taken
     reference: Any  # parameters after the last outer step: the model to evaluate and to keep
     outer: optax.OptState
     residual: Any  # what the others have not received of this island, like `reference`
+    # Where local steps began that ran beside an exchange; None for those that begin at `reference`.
+    start: Any = None
+
+
+class _Outgoing(NamedTuple):
+    """Change of a round that an island sends."""
+
+    state: IslandState  # at the begin of the round
+    reference: str  # hash of the state
+    start: Any  # where the local steps began
+    wanted: Any  # what is to be sent: the change and the residual
+    packed: Packed
+    loss: float | None
+
+
+class _Incoming(NamedTuple):
+    """What a round brings, in the memory of the host."""
+
+    decision: Decision
+    mean: Values | None  # the mean change; None if no change counts
+
+
+class _Transferred(NamedTuple):
+    """End of the transfers of a round."""
+
+    incoming: _Incoming
+    fate: Literal["counts", "late", "left out"]  # of the change of this island
+    applied: Values  # what counts of it, for `feedback`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -117,10 +177,10 @@ class Islands:
     seed: int = 0  # of the rounding noise
 
     def __post_init__(self):
-        if not _is_file_name(self.name):
+        if not is_file_name(self.name):
             raise ValueError(
                 f"name={self.name!r:.80} is not possible: files have it. Give a printable "
-                f"name of at most {_LONGEST_NAME} bytes, without '/', other than '.' and '..'."
+                f"name of at most {LONGEST_NAME} bytes, without '/', other than '.' and '..'."
             )
         check_integer("count", self.count, 1)
         check_number("deadline", self.deadline, 0, float("inf"))
@@ -173,13 +233,14 @@ class Islands:
         """
         no_changes = "of which islands average no changes. Give floating leaves alone."
         check_floating("params", params, no_changes)
-        first = IslandState(0, params, self.outer.init(wide(params)), ())
-        if not self.transport.names("state"):
+        params = as_arrays(params)
+        first = IslandState(0, params, _on_all(self.outer.init(wide(params)), params), ())
+        if not _processes.of_leader(bool(self.transport.names("state"))):
             self._store(first)
         state = self._latest(first)
-        zeros = jax.tree.map(jnp.zeros_like, wide(params))
-        state = self._caught_up(state._replace(residual=zeros))
-        self.transport.put(f"here/{state.round:08}/{self.name}", b"")
+        state = self._caught_up(state._replace(residual=_zeros_like(wide(params))))
+        if _processes.leads():
+            self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
         while state.round == 0 and self._waits(start, len(self._rounds.announced(0)) < self.count):
             time.sleep(self.poll)
@@ -207,6 +268,37 @@ class Islands:
           ValueError: a weight that is not positive, or parameters of other leaves than the
             reference.
         """
+        outgoing = self._outgoing(params, state, weight, loss)
+        return self._finished(outgoing, self._transferred(outgoing))
+
+    def start_exchange(
+        self, params: Any, state: IslandState, *, weight: float = 1.0, loss: float | None = None
+    ) -> "Exchange":
+        """Send the change of a round while the next local steps run.
+
+            exchange = islands.start_exchange(params, state)
+            params = exchange.params
+            ...  # local steps
+            state = exchange.result()
+            exchange = islands.start_exchange(params, state)
+
+        The changes of the others arrive a round later. The next local steps begin at the reference
+        plus this island's own change, which is not in the reference yet, like those of Eager
+        Updates (arXiv 2502.12996). Each change counts once.
+
+        Args and errors are those of `exchange`; errors of the transfer come from `result`.
+
+        Returns:
+          The exchange. The next one begins after its `result`.
+        """
+        outgoing = self._outgoing(params, state, weight, loss)
+        going_on = _went_on(params, outgoing.start, state.reference)
+        return Exchange(going_on, self, outgoing)
+
+    def _outgoing(
+        self, params: Any, state: IslandState, weight: float, loss: float | None
+    ) -> _Outgoing:
+        """Encode the change of a round."""
         check_weight("weight", weight)
         if leaves_of(params) != leaves_of(state.reference):
             raise ValueError(
@@ -214,29 +306,71 @@ class Islands:
                 f"{leaves_of(state.reference)!r:.200}. Give parameters like the reference: a local "
                 "step that promotes them has to cast its result."
             )
-        wanted = _change(state.reference, params, state.residual, self.decay)
+        state = IslandState(state.round, *map(as_arrays, state[1:]))  # of a checkpoint: of NumPy
+        start = state.reference if state.start is None else state.start
+        wanted = _change(start, params, state.residual, self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
-        message = encode(wanted, key=key, method=self.method)
-        reference = _hash_of(state)
-        file = change_file(state.round, reference, self.name)
-        data = sealed(file, Change(weight, message).to_bytes(), self.secret)
-        if self.transport.get(decision_file(state.round)) is None:
-            if loss is not None:
-                told = loss_file(state.round, self.name)
-                self.transport.put(told, sealed(told, repr(float(loss)).encode(), self.secret))
-            self.transport.put(file, data)
-            self._decide(state, reference)
-        state, decision = self._step(state, reference)
-        left: Any = None
+
+        def encoded(tree: Any, part: int) -> Message:
+            own = jax.random.fold_in(key, part) if part else key
+            return encode(tree, key=own, method=self.method)
+
+        packed = pack(self.name, weight, wanted, encoded)
+        return _Outgoing(state, _hash_of(state), start, wanted, packed, loss)
+
+    def _transferred(self, outgoing: _Outgoing) -> _Transferred:
+        """Send the change of a round, wait for the decision, and read what counts.
+
+        Nothing here runs on several devices: it may run beside the train step.
+        """
+        number, reference = outgoing.state.round, outgoing.reference
+        file, decided = change_file(number, reference, self.name), decision_file(number)
+        data = sealed(file, outgoing.packed.sent.to_bytes(), self.secret)
+        if self.transport.get(decided) is None:
+            if outgoing.loss is not None and _processes.leads():
+                told = loss_file(number, self.name)
+                loss = repr(float(outgoing.loss)).encode()
+                self.transport.put(told, sealed(told, loss, self.secret))
+            self._rounds.send(number, reference, file, outgoing.packed)
+            if _processes.leads():
+                self._decide(outgoing.state, reference)
+            while self.transport.get(decided) is None:
+                time.sleep(self.poll)
+        incoming = self._incoming(outgoing.state, reference)
+        decision = incoming.decision
         # A name may be that of an island before a crash, whose change was another one.
+        applied = Values()
         if decision.members.get(self.name) == digest_of(data):
             if self.feedback:
-                left = _left(wanted, decode(message, like=wanted))
-        elif self.name not in decision.left_out or self.transport.get(file) != data:
-            left = wanted if self.late == "keep" else state.residual
-        zeros = jax.tree.map(jnp.zeros_like, wanted)
-        return self._caught_up(state._replace(residual=zeros if left is None else left))
+                wanted = needed(outgoing.wanted)
+                sent = self._rounds.pieces(number, reference, outgoing.packed.sent, wanted)
+                for piece in sent:
+                    take_in(applied, piece.decoded(), wanted)
+            return _Transferred(incoming, "counts", applied)
+        intact = self.transport.get(file) == data and self._arrived(outgoing)
+        if self.name not in decision.left_out or not intact:
+            return _Transferred(incoming, "late", applied)
+        return _Transferred(incoming, "left out", applied)
+
+    def _arrived(self, outgoing: _Outgoing) -> bool:
+        """Return whether all parts of a change of this island are in the store as it sent them."""
+        number, reference = outgoing.state.round, outgoing.reference
+        try:
+            return all(self._rounds.pieces(number, reference, outgoing.packed.sent))
+        except ValueError:
+            return False
+
+    def _finished(self, outgoing: _Outgoing, transferred: _Transferred) -> IslandState:
+        """Take the outer steps of a round whose transfers are done, and of those since."""
+        state = self._step(outgoing.state, transferred.incoming)
+        wanted, left = outgoing.wanted, None
+        if transferred.fate == "counts" and self.feedback:
+            left = _left(wanted, assembled(wanted, transferred.applied))
+        elif transferred.fate == "late":
+            left = wanted if self.late == "keep" else outgoing.state.residual
+        residual = _zeros_like(wanted) if left is None else left
+        return self._caught_up(state._replace(residual=residual, start=None))
 
     def _decide(self, state: IslandState, reference: str) -> None:
         """Wait until a round has a decision, or write it once all came or the deadline is over."""
@@ -271,78 +405,109 @@ class Islands:
         self, state: IslandState, reference: str, came: Sequence[str], waited: float
     ) -> Decision:
         """Return the decision about the changes that came."""
-        norms, digests, left_out = dict[str, float](), dict[str, str](), dict[str, str]()
-        leaves, messages = leaves_of(wide(state.reference)), dict[str, Message]()
+        found, digests, left_out = dict[str, Findings](), dict[str, str](), dict[str, str]()
         sizes = dict[str, int]()
         for name in came:
             try:
-                file = change_file(state.round, reference, name)
-                change, digests[name] = self._rounds.change(file)
-                norms[name] = checked_norm(change.message, leaves)
-                messages[name], sizes[name] = change.message, change.message.nbytes
+                sent, digests[name] = self._rounds.sent(
+                    change_file(state.round, reference, name), name
+                )
+                found[name], sizes[name] = self._examined(state, reference, sent)
             except ValueError as error:
                 left_out[name] = str(error)
+        norms = {name: change.norm for name, change in found.items()}
         left_out |= too_large(norms, self.norm_limit)
         left_out |= copies(
-            {name: of for name, of in messages.items() if name not in left_out}, self.overlap
+            {name: of for name, of in found.items() if name not in left_out}, self.overlap
         )
         members = {name: digest for name, digest in digests.items() if name not in left_out}
         factors = clipped({name: norms[name] for name in members}) if self.clip else {}
         notes = RoundNotes(self.name, waited, sizes, self._rounds.losses(state.round, came))
         return Decision(reference, members, left_out, factors, notes._asdict())
 
-    def _step(self, state: IslandState, reference: str) -> tuple[IslandState, Decision]:
-        """Take the outer step of a round that is decided."""
-        number = state.round
-        decision, changes = self._rounds.followed(number, reference)
+    def _examined(self, state: IslandState, reference: str, sent: Sent) -> tuple[Findings, int]:
+        """Return what a change is like, and its bytes. Of its parts, one is in memory at a time."""
+        leaves, dtypes, sizes = leaves_of(wide(state.reference)), dict[Shard, str](), list[int]()
+
+        def messages() -> Iterator[Message]:
+            for piece in self._rounds.pieces(state.round, reference, sent):
+                sizes.append(piece.message.nbytes)
+                of = (leaf.dtype for leaf in piece.message.leaves)
+                dtypes.update(zip(piece.shards, of, strict=True))
+                yield piece.message
+
+        found = examine(messages(), None if sent.parts else leaves)
+        check_leaves(dtypes, leaves)
+        return found, sum(sizes)
+
+    def _incoming(self, state: IslandState, reference: str) -> _Incoming:
+        """Read what a round that is decided brings."""
+        wanted = needed(state.reference)
+        decision, changes = self._rounds.followed(state.round, reference, wanted)
         for name, reason in decision.left_out.items():
-            file = change_file(number, reference, name)
+            file = change_file(state.round, reference, name)
             text = "round %d: the change of %r is left out. %s: %s"
-            logger.warning(text, number, name, file, reason)
-        after, outer = state.reference, state.outer
-        if changes:
-            total = sum(change.weight for change in changes)
-            pairs = zip(decision.members, changes, strict=True)
-            mean = decode(
-                *(change.message for change in changes),
-                weights=[c.weight / total * decision.factors.get(name, 1) for name, c in pairs],
-                like=state.reference,
-            )
-            after, outer = take_outer_step(self.outer, mean, outer, after)
-        state = state._replace(round=number + 1, reference=after, outer=outer)
+            logger.warning(text, state.round, name, file, reason)
+        mean = Values()
+        total = sum(change.weight for change in changes)
+        for name, change in zip(decision.members, changes, strict=True):
+            factor = change.weight / total * decision.factors.get(name, 1)
+            for piece in change.pieces:
+                take_in(mean, piece.decoded(), wanted, factor)
+        return _Incoming(decision, mean if changes else None)
+
+    def _step(self, state: IslandState, incoming: _Incoming) -> IslandState:
+        """Take the outer step of a round."""
+        decision, number = incoming.decision, state.round
+        if incoming.mean is not None:
+            mean = assembled(wide(state.reference), incoming.mean)
+            after = take_outer_step(self.outer, mean, state.outer, state.reference)
+            reference, outer = jax.tree.map(_placed, after, (state.reference, state.outer))
+            state = state._replace(reference=reference, outer=outer)
+        state = state._replace(round=number + 1)
         if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
             self._store(state)
-            if self.keep_rounds is not None:
+            if self.keep_rounds is not None and _processes.leads():
                 self._rounds.forget(state.round - self.keep_rounds)
-        file = f"here/{state.round:08}/{self.name}"
-        self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
-        return state, decision
+        if _processes.leads():
+            file = f"here/{state.round:08}/{self.name}"
+            self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
+        return state
 
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
-        while self.transport.get(decision_file(state.round)) is not None:
-            state, _ = self._step(state, _hash_of(state))
+
+        def is_decided() -> bool:
+            found = self.transport.get(decision_file(state.round)) is not None
+            return bool(_processes.of_leader(found))
+
+        while is_decided():
+            state = self._step(state, self._incoming(state, _hash_of(state)))
         return state
 
     def _store(self, state: IslandState) -> None:
         """Store what is the same on all islands, for those that join."""
-        shared = jax.device_get((state.reference, state.outer))
-        message = encode(shared, key=jax.random.key(0), method="exact")
-        file = f"state/{state.round:08}"
-        self.transport.put(file, sealed(file, message.to_bytes(), self.secret))
+
+        def encoded(tree: Any, _: int) -> Message:
+            return encode(tree, key=jax.random.key(0), method="exact")
+
+        packed = pack(self.name, 1.0, (state.reference, state.outer), encoded)
+        self._rounds.send(state.round, "state", state_file(state.round), packed)
 
     def _latest(self, first: IslandState) -> IslandState:
         """Return the last stored state that can be read, of the structure of a first one."""
-        problems = []
-        for name in sorted(self.transport.names("state"), reverse=True):
-            file = f"state/{name}"
+        like, problems = (first.reference, first.outer), []
+        names = iter(sorted(self.transport.names("state"), reverse=True))
+        while (number := _processes.of_leader(int(next(names, -1)))) >= 0:
+            values = Values()
             try:
-                message = Message.from_bytes(opened(file, self.transport.get(file), self.secret))
-                reference, outer = decode(message, like=(first.reference, first.outer))
-                return first._replace(round=int(name), reference=reference, outer=outer)
+                values = self._rounds.state(number, like)
             except ValueError as error:
-                problems.append(f"{file}: {error}")
+                problems.append(f"{state_file(number)}: {error}")
                 logger.warning("a state is left out. %s", problems[-1])
+            if _processes.all_agree(bool(values)):
+                reference, outer = assembled(like, values)
+                return first._replace(round=number, reference=reference, outer=outer)
         raise ValueError(
             f"no stored state can be read. {problems[0]} Give the parameters and the outer "
             "optimizer of the run, or start it anew in another place."
@@ -352,22 +517,97 @@ class Islands:
         return lacks and time.monotonic() - start < self.deadline
 
 
-def _is_file_name(name: str) -> bool:
-    """Return whether an island can have a name: transports store files under it."""
-    is_plain = name.isprintable() and "/" not in name and name not in ("", ".", "..")
-    return is_plain and len(name.encode()) <= _LONGEST_NAME
+class Exchange:
+    """Exchange of a round that runs beside local steps. `Islands.start_exchange` makes one."""
+
+    params: Any  # where the next local steps begin
+
+    def __init__(self, params: Any, islands: Islands, outgoing: _Outgoing):
+        self.params = params
+        self._islands, self._outgoing = islands, outgoing
+        self._state: IslandState | None = None
+        self._transfer = concurrent.futures.Future[_Transferred]()
+        # A thread that does not keep a program from ending, as those of an executor do.
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def done(self) -> bool:
+        """Return whether the changes of the others are here, so that `result` does not wait."""
+        return self._transfer.done()
+
+    def result(self) -> IslandState:
+        """Wait for the decision and the changes of the others, and take the outer steps since.
+
+        All processes of an island call it at the same place of their programs.
+
+        Returns:
+          The state of a round later, or more if this island was late by more.
+
+        Raises:
+          RuntimeError: as `Islands.exchange`, and errors of the store.
+        """
+        if self._state is None:
+            state = self._islands._finished(self._outgoing, self._transfer.result())
+            self._state = state._replace(start=self.params)
+        return self._state
+
+    def _run(self) -> None:
+        try:
+            self._transfer.set_result(self._islands._transferred(self._outgoing))
+        except BaseException as error:  # raised by `result`
+            self._transfer.set_exception(error)
+
+
+def _on_all(outer: Any, params: Any) -> Any:
+    """Return the state of an outer optimizer on the devices of parameters, its numbers on all."""
+    leaves = jax.tree.leaves(params)
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
+    if not meshes or len(devices_of(params)) == 1:
+        return as_arrays(outer)
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+
+    def placed(leaf: Any) -> Array:
+        is_whole = np.ndim(leaf) == 0 or not isinstance(leaf, Array)
+        return jax.device_put(leaf, everywhere) if is_whole else leaf
+
+    return jax.tree.map(placed, outer)
+
+
+def _placed(leaf: Array, before: Array) -> Array:
+    """Return a leaf in the sharding of the one before, which a compiler writes in other words."""
+    return leaf if leaf.sharding == before.sharding else jax.device_put(leaf, before.sharding)
+
+
+def _zeros_like(tree: Any) -> Any:
+    """Return zeros in the shardings of a tree."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), tree
+    )
 
 
 @functools.partial(jax.jit, static_argnames="decay")
-def _change(reference: Any, params: Any, residual: Any, decay: float) -> Any:
+def _change(start: Any, params: Any, residual: Any, decay: float) -> Any:
     """Return what an island has to send, float32 where leaves are narrower."""
 
     def change(before: Any, now: Any, left: Any) -> Any:
         return before - now + left * np.array(decay, left.dtype)
 
-    return jax.tree.map(change, wide(reference), wide(params), residual)
+    return jax.tree.map(change, wide(start), wide(params), residual)
 
 
+def _went_on(params: Any, start: Any, reference: Any) -> Any:
+    """Return a reference with the change of this island since a start."""
+    return params if start is reference else _moved(params, start, reference)
+
+
+@jax.jit
+def _moved(params: Any, start: Any, reference: Any) -> Any:
+    def moved(now: Any, before: Any, reference: Any, like: Any) -> Any:
+        return (reference + (now - before)).astype(like.dtype)
+
+    return jax.tree.map(moved, wide(params), wide(start), wide(reference), params)
+
+
+@jax.jit
 def _left(wanted: Any, applied: Any) -> Any:
     """Return what was not applied; nothing where that is not finite."""
 

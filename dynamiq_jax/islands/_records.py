@@ -3,17 +3,24 @@
 import hashlib
 import hmac
 import json
+import re
 import struct
+import zlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from dynamiq_jax.islands._shards import Shard
 from dynamiq_jax.islands.merging import check_weight
 from dynamiq_jax.islands.messages import Message
+from dynamiq_jax.islands.messages.message import MAGIC
 
 _MAGIC, _SIGNED = b"DQIS", b"DQIH"
 _CHECKSUM = slice(len(_MAGIC), len(_MAGIC) + hashlib.sha256().digest_size)
-_WEIGHT = struct.Struct("<d")  # before the message of a change
+_WEIGHT = struct.Struct("<d")  # before the message of a change, or the list of its parts
+_PARTS, _DIGEST = b"DQPT", re.compile("[0-9a-f]{64}")
+LONGEST_NAME = 200  # bytes of the name of an island; of files it may have 255
+_MOST_LISTED = 1 << 26  # bytes of a list of parts: a damaged one inflates to no more
 
 
 def sealed(file: str, content: bytes, secret: bytes | None = None) -> bytes:
@@ -68,28 +75,71 @@ def _checksum(file: str, content: bytes, secret: bytes | None) -> bytes:
     return digest.digest()
 
 
-class Change(NamedTuple):
-    """Change of an island in a round."""
+class Part(NamedTuple):
+    """Part of a tree, in a file of its own: what one device of an island holds."""
+
+    number: int  # of the device among those of its island
+    digest: str  # of the bytes of the file
+    shards: tuple[Shard, ...]
+
+
+class Sent(NamedTuple):
+    """A tree that an island has sent: its change in a round, or a state."""
 
     weight: float
-    message: Message
+    island: str  # whose parts they are
+    message: Message | None  # whole leaves; None if they are in parts
+    parts: tuple[Part, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of a file."""
-        return _WEIGHT.pack(self.weight) + self.message.to_bytes()
+        head = _WEIGHT.pack(self.weight)
+        if self.message is not None:
+            return head + self.message.to_bytes()
+        listed = [[part.number, part.digest, [s.name for s in part.shards]] for part in self.parts]
+        return head + _PARTS + zlib.compress(json.dumps([self.island, listed]).encode())
 
     @staticmethod
-    def from_bytes(content: bytes) -> "Change":
+    def from_bytes(content: bytes, island: str) -> "Sent":
         """Check and read the content of a file.
 
+        Args:
+          content: what `to_bytes` returned, or the bytes of a message alone.
+          island: who has sent a message of whole leaves.
+
         Raises:
-          ValueError: no change, or a damaged one.
+          ValueError: no change and no state, or a damaged one.
         """
+        if content.startswith(MAGIC):  # a state
+            return Sent(1.0, island, Message.from_bytes(content))
         if len(content) < _WEIGHT.size:
             raise ValueError(f"{len(content)} bytes are no change.")
         (weight,) = _WEIGHT.unpack_from(content)
         check_weight("weight", weight)
-        return Change(weight, Message.from_bytes(content[_WEIGHT.size :]))
+        body = content[_WEIGHT.size :]
+        if not body.startswith(_PARTS):
+            return Sent(weight, island, Message.from_bytes(body))
+        try:
+            reader = zlib.decompressobj()
+            sender, listed = json.loads(
+                reader.decompress(body[len(_PARTS) :], max_length=_MOST_LISTED)
+            )
+            parts = tuple(
+                Part(int(number), str(digest), tuple(map(Shard.named, names)))
+                for number, digest, names in listed
+            )
+        except (AttributeError, RecursionError, TypeError, ValueError, zlib.error) as error:
+            raise ValueError(f"{len(content)} bytes list no parts: {error!r:.100}.") from None
+        if not is_file_name(sender) or not all(_DIGEST.fullmatch(part.digest) for part in parts):
+            raise ValueError(f"{len(content)} bytes list parts that no island has.")
+        return Sent(weight, sender, None, parts)
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether an island can have a name: stores have files under it."""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return name.isprintable() and "/" not in name and len(name.encode()) <= LONGEST_NAME
 
 
 class RoundNotes(NamedTuple):

@@ -5,12 +5,35 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from dynamiq_jax.islands._records import Change, Decision, digest_of, opened
+import jax
+
+from dynamiq_jax.islands import _processes
+from dynamiq_jax.islands._packing import Packed, Piece, whole
+from dynamiq_jax.islands._records import Decision, Part, Sent, digest_of, opened, sealed
+from dynamiq_jax.islands._shards import (
+    Shard,
+    Values,
+    check_cover,
+    check_leaves,
+    meet,
+    needed,
+    take_in,
+)
 from dynamiq_jax.islands._transports import Transport
+from dynamiq_jax.islands.merging import leaves_of
+from dynamiq_jax.islands.messages import Message
 
 logger = logging.getLogger("dynamiq_jax.islands")
+
+
+class Change(NamedTuple):
+    """Change of an island that counts in a round, as far as a process needs it."""
+
+    weight: float
+    pieces: list[Piece]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +50,23 @@ class RoundFiles:
         """Return the islands that have announced themselves for a round."""
         return self.transport.names(f"here/{number:08}")
 
-    def followed(self, number: int, reference: str) -> tuple[Decision, list[Change]]:
+    def followed(
+        self, number: int, reference: str, wanted: Sequence[Shard]
+    ) -> tuple[Decision, list[Change]]:
         """Return the decision of a round that has one, and the changes that count.
 
         Islands repeat in their announcements the decision that they followed. So an island that
         finds the file of a decision damaged, or a change other than when it was decided, follows
         one that has gone on. If nobody has by the deadline, nobody can read it, and it is left out.
 
+        Args:
+          number: the round.
+          reference: hash of the state that it began at.
+          wanted: shards that this process holds, of which changes are read.
+
         Raises:
           RuntimeError: the decision is about another reference, or others have followed what this
-            island cannot read.
+            island cannot read, or a process of several cannot read it.
         """
         start, file = time.monotonic(), decision_file(number)
         for look in itertools.count():
@@ -51,7 +81,7 @@ class RoundFiles:
                         f"round {number}: {self.name!r} holds the reference {reference}, and the "
                         f"others {decision.reference}. Call join for theirs."
                     )
-                changes, damaged = self._changes(number, decision)
+                changes, damaged = self._changes(number, decision, wanted)
                 if not damaged:
                     return decision, changes
             if not look:
@@ -59,7 +89,7 @@ class RoundFiles:
             elif copies or time.monotonic() - start >= self.deadline:
                 break
             time.sleep(self.poll)
-        if copies:
+        if copies or jax.process_count() > 1:  # of which others may have read all
             raise RuntimeError(
                 f"round {number}: {self.name!r} cannot read what others have followed: "
                 f"{damaged!r:.300}. Call join once a state of a later round is stored."
@@ -77,10 +107,95 @@ class RoundFiles:
         """Read a decision; ValueError if it is damaged."""
         return Decision.from_bytes(opened(file, self.transport.get(file), self.secret))
 
-    def change(self, file: str) -> tuple[Change, str]:
-        """Read a change, and the digest of its file; ValueError if it is damaged."""
+    def sent(self, file: str, island: str) -> tuple[Sent, str]:
+        """Read what an island has sent, and the digest of its file; ValueError if it is damaged."""
         data = self.transport.get(file)
-        return Change.from_bytes(opened(file, data, self.secret)), digest_of(data or b"")
+        return Sent.from_bytes(opened(file, data, self.secret), island), digest_of(data or b"")
+
+    def pieces(
+        self, number: int, of: str, sent: Sent, wanted: Iterable[Shard] | None = None
+    ) -> Iterator[Piece]:
+        """Read what was sent, or those messages that have some of the wanted shards.
+
+        Args:
+          number: the round.
+          of: hash of the reference that a change began at, or "state".
+          sent: what was sent.
+          wanted: shards that this process holds; None for all that there are.
+
+        Raises:
+          ValueError: a part that is gone, damaged, or of other shards, or a shard that none has.
+        """
+        if sent.message is not None:
+            yield whole(sent.message)
+            return
+        if wanted is not None:
+            check_cover([shard for part in sent.parts for shard in part.shards], wanted)
+        for part in sent.parts:
+            if wanted is None or meet(part.shards, wanted):
+                yield self._piece(part_file(number, of, sent.island, part), part)
+
+    def _piece(self, file: str, part: Part) -> Piece:
+        data = self.transport.get(file)
+        try:
+            content = opened(file, data, self.secret)
+            if digest_of(content) != part.digest:
+                raise ValueError("it is another one than when it was sent.")
+            message = Message.from_bytes(content)
+            shards = [Shard.named(leaf.name) for leaf in message.leaves]
+            shapes = [leaf.shape for leaf in message.leaves]
+            if {*shards} != {*part.shards} or [shard.shape for shard in shards] != shapes:
+                raise ValueError(
+                    f"it has leaves {message.leaves!r:.200}, which were not announced."
+                )
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        return Piece(message, shards)
+
+    def send(self, number: int, of: str, file: str, packed: Packed) -> None:
+        """Store what this process sends; the leading one lists it once all parts are there.
+
+        Args:
+          number: the round.
+          of: hash of the reference that a change began at, or "state".
+          file: of the whole.
+          packed: what is sent.
+        """
+        sent = packed.sent
+        for part in sent.parts:
+            if part.number in packed.pieces:
+                name = part_file(number, of, self.name, part)
+                content = packed.pieces[part.number].message.to_bytes()
+                self.transport.put(name, sealed(name, content, self.secret))
+        if not _processes.leads():
+            return
+        files = {part_file(number, of, self.name, part) for part in sent.parts}
+        folder, start = part_file(number, of, self.name), time.monotonic()
+        while files and files - {f"{folder}/{name}" for name in self.transport.names(folder)}:
+            if time.monotonic() - start >= self.deadline:
+                logger.warning("round %d: parts of %r are not there in time", number, self.name)
+                return
+            time.sleep(self.poll)
+        self.transport.put(file, sealed(file, sent.to_bytes(), self.secret))
+
+    def state(self, number: int, like: Any) -> Values:
+        """Read what this process holds of a stored state.
+
+        Args:
+          number: its round.
+          like: pytree of arrays of its shapes, dtypes and shardings.
+
+        Raises:
+          ValueError: a state that is damaged, or of other leaves.
+        """
+        sent, _ = self.sent(state_file(number), self.name)
+        wanted, values, dtypes = needed(like), Values(), dict[Shard, str]()
+        for piece in self.pieces(number, "state", sent, wanted):
+            of = (leaf.dtype for leaf in piece.message.leaves)
+            dtypes.update(zip(piece.shards, of, strict=True))
+            take_in(values, piece.decoded(), wanted)
+        check_leaves(dtypes, leaves_of(like), wanted)
+        return values
 
     def losses(self, number: int, names: Iterable[str]) -> dict[str, float]:
         """Return the losses that islands have told in a round."""
@@ -96,11 +211,17 @@ class RoundFiles:
         transport = self.transport
         for state in _before(transport.names("state"), before):
             transport.delete(f"state/{state}")
-        for number in _before(transport.names("change"), before):
-            for reference in transport.names(f"change/{number}"):
-                folder = f"change/{number}/{reference}"
-                for name in transport.names(folder):
-                    transport.delete(f"{folder}/{name}")
+        for kind, depth in (("change", 2), ("parts", 3)):
+            for number in _before(transport.names(kind), before):
+                for file in self._below(f"{kind}/{number}", depth):
+                    transport.delete(file)
+
+    def _below(self, folder: str, depth: int) -> list[str]:
+        """Return the files in folders of folders."""
+        inside = [f"{folder}/{name}" for name in self.transport.names(folder)]
+        if depth == 1:
+            return inside
+        return [file for name in inside for file in self._below(name, depth - 1)]
 
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""
@@ -110,15 +231,18 @@ class RoundFiles:
                 found.append(self.decision(f"here/{number + 1:08}/{name}"))
         return found
 
-    def _changes(self, number: int, decision: Decision) -> tuple[list[Change], dict[str, str]]:
+    def _changes(
+        self, number: int, decision: Decision, wanted: Sequence[Shard]
+    ) -> tuple[list[Change], dict[str, str]]:
         """Return the changes that count, and islands whose change is damaged, with the reason."""
         changes, damaged = list[Change](), dict[str, str]()
         for name, decided in decision.members.items():
             try:
-                change, digest = self.change(change_file(number, decision.reference, name))
+                sent, digest = self.sent(change_file(number, decision.reference, name), name)
                 if decided not in (None, digest):
                     raise ValueError("the file is another one than when it was decided.")
-                changes.append(change)
+                pieces = self.pieces(number, decision.reference, sent, wanted)
+                changes.append(Change(sent.weight, [*pieces]))
             except ValueError as error:
                 damaged[name] = str(error)
         return changes, damaged
@@ -132,6 +256,11 @@ def _before(names: Iterable[str], number: int) -> list[str]:
 def decision_file(number: int) -> str:
     """Return the file of the decision about a round."""
     return f"decision/{number:08}"
+
+
+def state_file(number: int) -> str:
+    """Return the file of a stored state."""
+    return f"state/{number:08}"
 
 
 def loss_file(number: int, name: str) -> str:
@@ -148,3 +277,17 @@ def change_file(number: int, reference: str, name: str = "") -> str:
       name: of the island.
     """
     return f"change/{number:08}/{reference}/{name}".rstrip("/")
+
+
+def part_file(number: int, of: str, island: str, part: Part | None = None) -> str:
+    """Return the file of a part, or the folder of all parts.
+
+    Args:
+      number: the round.
+      of: hash of the reference that a change began at, or "state".
+      island: whose part it is.
+      part: the part. Its digest is in the name, so that an island that starts again in the same
+        round does not find a file of its name.
+    """
+    folder = f"parts/{number:08}/{of}/{island}"
+    return folder if part is None else f"{folder}/{part.number}-{part.digest[:16]}"

@@ -14,7 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.islands import decode, encode
 from dynamiq_jax.islands.merging import (
     check_weight,
-    checked_norm,
+    examine,
     hash_of,
     leaves_of,
     take_outer_step,
@@ -238,7 +238,7 @@ def _strategy_class() -> Any:
                     f"it began at the reference {its}, and the server has {self.hash}."
                 )
             message = Message.from_bytes(content[_CHANGE][_CHANGE].data)
-            norm = checked_norm(message, leaves_of(self.reference))
+            norm = examine([message], leaves_of(self.reference)).norm
             return _Checked(float(weight), message, content, norm)
 
     return OuterStep

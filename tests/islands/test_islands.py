@@ -219,7 +219,7 @@ def test_islands_of_other_references_are_told(tmp_path):
     foreign = foreign._replace(reference=moved(PARAMS, 5))
     with pytest.raises(RuntimeError, match=r"round 0: 'b' holds the reference .* Call join"):
         other.exchange(foreign.reference, foreign)
-    with pytest.raises(ValueError, match="where like has"):
+    with pytest.raises(ValueError, match=r"it has 0/b@0:7 of float32, and this island"):
         Islands(transport=SharedFolder(tmp_path), name="c").join({"v": np.zeros(3, np.float32)})
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dynamiq_jax.islands import Islands, Sparse, encode
 from dynamiq_jax.islands._islands import _hash_of
-from dynamiq_jax.islands._records import Change, opened, sealed
+from dynamiq_jax.islands._records import Sent, opened, sealed
 from dynamiq_jax.islands._rounds import change_file
 from dynamiq_jax.islands.merging import clipped
 from tests.support.gradients import heavy_tailed
@@ -154,7 +154,7 @@ def forged(number: int, reference: str, secret: bytes | None) -> tuple[str, byte
     """The file of a change of `c` by somebody who has another secret, or none."""
     file = change_file(number, reference, "c")
     message = encode(moved(PARAMS, 9), method="exact", key=jax.random.key(0))
-    return file, sealed(file, Change(1.0, message).to_bytes(), secret)
+    return file, sealed(file, Sent(1.0, "c", message).to_bytes(), secret)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import concurrent.futures
 import os
 
+import numpy as np
 import pytest
 
 from dynamiq_jax.islands import ObjectStore, history
+from tests.islands.test_shards import ends_of_processes
 from tests.support.islands import exchanged, joined, same
 
 server = pytest.importorskip("moto.server", reason="pip install '.[stores]' moto[server]")
@@ -76,3 +78,13 @@ def test_a_run_with_signatures(url):
     assert all(same(state[:3], states[0][:3]) for state in states)
     rounds = history(transports["a"], b"of the run")
     assert [len(each.decision.members) for each in rounds[:-1]] == [3, 3, 3]
+
+
+def test_islands_of_processes_hold_the_bits_of_a_folder(url, tmp_path):
+    """Two islands of two processes of two devices each."""
+    store(url, "processes")  # makes the bucket
+    s3, folder = (
+        ends_of_processes(place, 2, 2, False) for place in (f"{url}/processes", str(tmp_path))
+    )
+    assert s3[0] == folder[0]
+    assert all(np.array_equal(value, folder[1][key]) for key, value in s3[1].items())

@@ -19,7 +19,7 @@ from dynamiq_jax.islands.messages.known import FORMATS
 
 MESSAGE_FORMAT = 1  # version of the bytes: another one for any change of their meaning
 
-_MAGIC = b"DQMS"
+MAGIC = b"DQMS"
 _PREFIX = struct.Struct("<4sI32sI")  # magic, version, SHA-256 of what follows it, header bytes
 _HASHED_FROM = struct.calcsize("<4sI32s")
 _MOST_HEADER = 1 << 21  # bytes of JSON, enough for 20,000 leaves: a header inflates to no more
@@ -158,7 +158,7 @@ class Message:
         length = struct.pack("<I", len(header))
         digest = hashlib.sha256(length + header)
         digest.update(self.body)
-        return _PREFIX.pack(_MAGIC, MESSAGE_FORMAT, digest.digest(), len(header)) + header
+        return _PREFIX.pack(MAGIC, MESSAGE_FORMAT, digest.digest(), len(header)) + header
 
 
 class Part(NamedTuple):
@@ -190,9 +190,9 @@ def _checked_header(data: bytes) -> bytes:
     Raises:
       ValueError: no message, a part of one, an altered one, or one of a newer version.
     """
-    if data[: len(_MAGIC)] != _MAGIC[: len(data)] or not data:
+    if data[: len(MAGIC)] != MAGIC[: len(data)] or not data:
         raise ValueError(
-            f"the data begins with {data[:8]!r}, not with {_MAGIC!r}: it is no message. Give the "
+            f"the data begins with {data[:8]!r}, not with {MAGIC!r}: it is no message. Give the "
             "bytes of islands.messages.Message.to_bytes."
         )
     if len(data) < _PREFIX.size:

@@ -1,0 +1,69 @@
+"""Trees as an island sends them: one message, or one for each of its devices."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamiq_jax.islands import _processes
+from dynamiq_jax.islands._decode import decode
+from dynamiq_jax.islands._records import Part, Sent
+from dynamiq_jax.islands._shards import Shard, devices_of, parts_of
+from dynamiq_jax.islands.messages import Message
+
+
+class Piece(NamedTuple):
+    """Message of what an island sends, and where its leaves belong."""
+
+    message: Message
+    shards: Sequence[Shard]  # in the order of the leaves
+
+    def decoded(self) -> Iterator[tuple[Shard, NDArray[Any]]]:
+        """Return the values of all shards."""
+        values = map(np.asarray, decode(self.message).values())
+        return zip(self.shards, values, strict=True)
+
+
+class Packed(NamedTuple):
+    """Tree that an island sends, as far as this process sends it."""
+
+    sent: Sent
+    pieces: Mapping[int, Piece]  # of this process, by the numbers of their parts
+
+
+def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Message]) -> Packed:
+    """Encode what a process sends of a tree.
+
+    Args:
+      island: name of the island.
+      weight: of a change; see `Sent`.
+      tree: pytree of arrays of JAX.
+      encoded: function of a tree, and of the number of its part, to the message.
+    """
+    if len(devices_of(tree)) == 1:
+        message = encoded(tree, 0)
+        return Packed(Sent(weight, island, message), {0: whole(message)})
+    parts, pieces = parts_of(tree), dict[int, Piece]()
+    for number, shards in parts.items():
+        # All on one device, whose program is compiled once for shards of the same shapes.
+        local = {
+            shard.name: jax.device_put(array, jax.local_devices()[0])
+            for shard, array in shards.items()
+            if array is not None
+        }
+        if local:
+            message = encoded(local, number)
+            named = [Shard.named(leaf.name) for leaf in message.leaves]
+            pieces[number] = Piece(message, named)
+    own = {n: hashlib.sha256(piece.message.to_bytes()).digest() for n, piece in pieces.items()}
+    digests = _processes.together(own, 1 + max(parts))
+    listed = [Part(number, digests[number].hex(), tuple(of)) for number, of in parts.items()]
+    return Packed(Sent(weight, island, None, tuple(listed)), pieces)
+
+
+def whole(message: Message) -> Piece:
+    """Return the piece of a message with whole leaves."""
+    return Piece(message, [Shard.whole(leaf.name, leaf.shape) for leaf in message.leaves])
