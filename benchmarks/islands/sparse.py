@@ -9,7 +9,6 @@ with exact messages, of the same outer step, has the loss of the last round.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +39,7 @@ class MessageSetting:
     method: Any
     decay: float | None = None  # of the residual; None for none
     outer: Any = PLAIN
+    beside: bool = False  # whether the exchange of a round runs beside the next local steps
 
 
 SETTINGS = (
@@ -56,6 +56,8 @@ SETTINGS = (
     MessageSetting("exact, Nesterov", "exact", outer=NESTEROV),
     MessageSetting("0.25 bits, Nesterov", Sparse(), 1.0, NESTEROV),
     MessageSetting("3 bits", "dynamiq:3", 1.0),
+    MessageSetting("exact, beside local steps", "exact", beside=True),
+    MessageSetting("0.25 bits, beside local steps", Sparse(), 1.0, beside=True),
 )
 
 
@@ -92,9 +94,8 @@ class Training:
             return jax.lax.scan(step, (reference, opt_state), tokens)[0]
 
         @jax.jit
-        def local(reference: Any, opt_states: Any, tokens: Any) -> Any:
-            run = functools.partial(one, reference)
-            return jax.lax.map(lambda of: run(*of), (opt_states, tokens))
+        def local(starts: Any, opt_states: Any, tokens: Any) -> Any:
+            return jax.lax.map(lambda of: one(*of), (starts, opt_states, tokens))
 
         self.local = local
 
@@ -107,16 +108,19 @@ class Training:
         )
         residuals = [jax.tree.map(np.zeros_like, reference)] * config.islands
         outer, losses, bits = setting.outer.init(reference), [], 0.0
+        starts, pending = [reference] * config.islands, list[Any]()
         for number in range(config.rounds):
             steps = range(number * config.every, (number + 1) * config.every)
             tokens = np.stack([self._tokens(seed, step) for step in steps], axis=1)
-            params, states = jax.device_get(self.local(reference, states, tokens))
-            messages = []
+            together = jax.tree.map(lambda *leaves: np.stack(leaves), *starts)
+            params, states = jax.device_get(self.local(together, states, tokens))
+            messages, moved = [], []
             for island in range(config.islands):
                 own = jax.tree.map(lambda leaf, i=island: leaf[i], params)
+                moved.append(jax.tree.map(np.subtract, own, starts[island]))
                 wanted = jax.tree.map(
                     lambda a, b, r: a - b + np.float32(setting.decay or 0) * r,
-                    reference,
+                    starts[island],
                     own,
                     residuals[island],
                 )
@@ -124,9 +128,16 @@ class Training:
                 messages.append(encode(wanted, setting.method, key=key))
                 sent = decode(messages[-1], like=wanted)
                 residuals[island] = jax.tree.map(np.subtract, wanted, jax.device_get(sent))
-            mean = decode(*messages, weights=[1 / config.islands] * config.islands, like=reference)
-            reference, outer = take_outer_step(setting.outer, mean, outer, reference)
-            reference = jax.device_get(reference)
+            weights = [1 / config.islands] * config.islands
+            pending.append(decode(*messages, weights=weights, like=reference))
+            if len(pending) > setting.beside:
+                mean = pending.pop(0)
+                reference, outer = take_outer_step(setting.outer, mean, outer, reference)
+                reference = jax.device_get(reference)
+            starts = [
+                jax.tree.map(np.add, reference, move) if setting.beside else reference
+                for move in moved
+            ]
             bits = 8 * len(messages[0].body) / size
             if (number + 1) % max(1, config.rounds // config.points) == 0:
                 losses.append(float(self.loss(reference)))

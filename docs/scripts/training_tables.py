@@ -293,6 +293,24 @@ def islands_rounds() -> str:
     return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
 
 
+def islands_bad_days() -> str:
+    """Write what a bad day of one island of four costs: islands_bad_days.json."""
+    rows = results_of("islands_bad_days")
+    without = rows[0]["loss"]
+    cells = [
+        [
+            row["day"],
+            "" if row is rows[0] else f"{row['loss'] / without - 1:+.1%}",
+            f"{row['without']}",
+            f"{row['longest']:.1f} s",
+            "; ".join(text.split(":")[0].split(".")[0] for text in row["shown"]),
+        ]
+        for row in rows
+    ]
+    header = ["what happens in round 10", "loss after 50 rounds", "rounds without it"]
+    return markdown([*header, "longest exchange of the others", "shown for it"], cells)
+
+
 def islands_codec() -> str:
     """Write times of encoding and decoding messages of islands: islands_codec.json."""
     results = results_of("islands_codec")
@@ -343,6 +361,7 @@ ALL: tuple[Callable[[], str], ...] = (
     packet_loss,
     islands,
     islands_rounds,
+    islands_bad_days,
     islands_codec,
     islands_links,
 )

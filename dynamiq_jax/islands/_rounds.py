@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +21,9 @@ from dynamiq_jax.islands._shards import (
     needed,
     take_in,
 )
-from dynamiq_jax.islands._transports import Transport
+from dynamiq_jax.islands._transports import Transport, logger
 from dynamiq_jax.islands.merging import leaves_of
 from dynamiq_jax.islands.messages import Message
-
-logger = logging.getLogger("dynamiq_jax.islands")
 
 
 class Change(NamedTuple):
@@ -176,7 +173,17 @@ class RoundFiles:
                 logger.warning("round %d: parts of %r are not there in time", number, self.name)
                 return
             time.sleep(self.poll)
-        self.transport.put(file, sealed(file, sent.to_bytes(), self.secret))
+        data = sealed(file, sent.to_bytes(), self.secret)
+        if (
+            not self.transport.put(file, data)
+            and of != "state"
+            and self.transport.get(file) != data
+        ):
+            text = (
+                "round %d: %s is of another island of this name, or of this one before it started "
+                "again. Each island needs a name of its own."
+            )
+            logger.warning(text, number, file)
 
     def state(self, number: int, like: Any) -> Values:
         """Read what this process holds of a stored state.

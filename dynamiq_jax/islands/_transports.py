@@ -2,10 +2,14 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger("dynamiq_jax.islands")
 
 
 class Transport(Protocol):
@@ -82,15 +86,19 @@ class ObjectStore:
 
     Its `pipe_file(..., mode="create")` must be atomic, as a conditional write of S3 is. That of
     local files is not: use `SharedFolder` for these.
+
+    A call that fails is repeated by `tenacity`, and logged: time-outs, throttling (503) and a store
+    that is down end no island. A missing permission and an expired credential end it at once.
     """
 
     filesystem: Any  # fsspec.AbstractFileSystem
     path: str
+    patience: float = 600.0  # seconds after which a call that fails again and again is an error
 
     def put(self, name: str, data: bytes) -> bool:
         """Store bytes; see `Transport.put`."""
         try:
-            self.filesystem.pipe_file(f"{self.path}/{name}", data, mode="create")
+            self._patiently(self.filesystem.pipe_file, f"{self.path}/{name}", data, mode="create")
         except FileExistsError:
             return False
         return True
@@ -98,7 +106,7 @@ class ObjectStore:
     def get(self, name: str) -> bytes | None:
         """Return bytes; see `Transport.get`."""
         try:
-            data: bytes = self.filesystem.cat_file(f"{self.path}/{name}")
+            data: bytes = self._patiently(self.filesystem.cat_file, f"{self.path}/{name}")
         except FileNotFoundError:
             return None
         return data
@@ -107,7 +115,7 @@ class ObjectStore:
         """Return names; see `Transport.names`."""
         self.filesystem.invalidate_cache()  # others write too
         try:
-            paths = self.filesystem.ls(f"{self.path}/{folder}", detail=False)
+            paths = self._patiently(self.filesystem.ls, f"{self.path}/{folder}", detail=False)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
@@ -115,4 +123,29 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         """Forget a name; see `Transport.delete`."""
         with contextlib.suppress(FileNotFoundError):
-            self.filesystem.rm_file(f"{self.path}/{name}")
+            self._patiently(self.filesystem.rm_file, f"{self.path}/{name}")
+
+    def _patiently(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function of the store until it has an answer."""
+        try:
+            import tenacity
+        except ImportError:
+            raise ImportError(
+                "ObjectStore repeats calls that fail by tenacity, which is not installed. Run "
+                "`pip install 'dynamiq-jax[stores]'`."
+            ) from None
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=10),
+            stop=tenacity.stop_after_delay(self.patience),
+            before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+            reraise=True,
+        )
+        return retrying(function, *args, **options)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether an error may be that of a store which answers later."""
+    answers = (FileNotFoundError, FileExistsError, PermissionError)
+    mistakes = (AttributeError, NotImplementedError, TypeError, ValueError)
+    return isinstance(error, Exception) and not isinstance(error, answers + mistakes)

@@ -62,6 +62,70 @@ def test_bytes_are_on_the_disk_before_they_have_a_name(tmp_path, monkeypatch):
     assert calls == ["fsync", "link"]
 
 
+class Flaky:
+    """A file system in memory whose calls fail some times before they answer."""
+
+    def __init__(self, errors):
+        self.memory, self.errors = fsspec.filesystem("memory"), list(errors)
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            result = getattr(self.memory, name)(*args, **options)
+            if self.errors and name != "invalidate_cache":  # the answer is lost
+                raise self.errors.pop()
+            return result
+
+        return call
+
+
+DOWN = (TimeoutError("slow"), OSError(16, "SlowDown: 503"), ConnectionError("gone"), Exception("x"))
+
+
+def test_a_store_that_is_down_is_asked_again(tmp_path, caplog):
+    """Also where only the answer is lost: what is written then is there."""
+    store = ObjectStore(Flaky(DOWN), str(tmp_path))
+    assert not store.put("a/b", b"1")  # the first call has written it
+    assert store.get("a/b") == b"1" and len(caplog.records) == len(DOWN)
+    store.filesystem.errors = list(DOWN)
+    assert store.names("a") == ["b"]
+    store.filesystem.errors = [ConnectionError("gone")] * 1000
+    impatient = ObjectStore(store.filesystem, store.path, patience=0.2)
+    with pytest.raises(ConnectionError, match="gone"):
+        impatient.get("a/b")
+    for error in (PermissionError("expired"), TypeError("no such option")):
+        store.filesystem.errors = [error]
+        with pytest.raises(type(error)):
+            store.get("a/b")
+        assert not store.filesystem.errors
+
+
+def test_a_run_over_a_store_that_fails_has_the_bits_of_one_that_does_not(tmp_path):
+    ends = []
+    for number, errors in enumerate(((), DOWN * 3)):
+        stores = {n: ObjectStore(Flaky(errors), f"{tmp_path}/{number}") for n in "ab"}
+        islands, states = joined(stores, "ab", deadline=float("inf"))
+        for each in range(3):
+            states = exchanged(islands, states, (2 * each, 2 * each + 1))
+        assert not any(store.filesystem.errors for store in stores.values())
+        ends.append(states[0])
+    assert same(ends[0][1:3], ends[1][1:3])
+
+
+def test_two_islands_of_one_name_are_told_and_lose_nothing(caplog):
+    """The first change of a round counts. The other one is kept, and sent in the next round."""
+    fields = {"method": "exact", "outer": optax.sgd(1.0), "deadline": 0, "count": 1}
+    store = Memory()
+    islands = [Islands(transport=store, name="a", poll=0.002, **fields) for _ in range(2)]
+    states = [island.join(PARAMS) for island in islands]
+    first = islands[0].exchange(moved(PARAMS, 1), states[0])
+    assert not caplog.records
+    store.files.pop("decision/00000000")  # as if it came a moment later
+    second = islands[1].exchange(moved(PARAMS, 2), states[1])
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert re.match(r"round 0: change/00000000/\w+/a is of another island of this name", warning)
+    assert same(first.reference, second.reference) and np.any(second.residual["w"])
+
+
 def test_an_island_alone_is_local_sgd(transport):
     """With exact changes and without momentum, whose product with a rate a compiler may fuse with
     a sum: bit for bit.
