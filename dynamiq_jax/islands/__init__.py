@@ -12,11 +12,12 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.islands._decode import decode
     from dynamiq_jax.islands._encode import encode
     from dynamiq_jax.islands._history import RoundRecord, history
-    from dynamiq_jax.islands._islands import Exchange, Islands, IslandState
+    from dynamiq_jax.islands._islands import Islands, PendingExchange
     from dynamiq_jax.islands._sparse import Sparse
+    from dynamiq_jax.islands._state import IslandState
     from dynamiq_jax.islands._transports import ObjectStore, SharedFolder, Transport
 from dynamiq_jax.islands import messages
 
-__all__ = ["Exchange", "IslandState", "Islands", "ObjectStore", "SharedFolder", "Transport"]
+__all__ = ["IslandState", "Islands", "ObjectStore", "PendingExchange", "SharedFolder", "Transport"]
 __all__ += ["RoundRecord", "history"]
 __all__ += ["Sparse", "decode", "encode", "merging", "messages"]

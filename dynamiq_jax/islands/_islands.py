@@ -2,19 +2,14 @@
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._core import (
     check_choice,
@@ -26,91 +21,31 @@ from dynamiq_jax._core import (
 from dynamiq_jax._inputs.checks import check_floating
 from dynamiq_jax._inputs.compression import Choice
 from dynamiq_jax.islands import _processes
+from dynamiq_jax.islands._arithmetic import change_of, on_all, placed, rest_of, went_on, zeros_like
+from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
-from dynamiq_jax.islands._packing import Packed, pack
-from dynamiq_jax.islands._records import (
-    LONGEST_NAME,
-    Decision,
-    RoundNotes,
-    Sent,
-    digest_of,
-    is_file_name,
-    sealed,
-)
+from dynamiq_jax.islands._packing import pack
+from dynamiq_jax.islands._records import LONGEST_NAME, digest_of, is_file_name, sealed
 from dynamiq_jax.islands._rounds import (
     RoundFiles,
     change_file,
     decision_file,
-    logger,
     loss_file,
     state_file,
 )
-from dynamiq_jax.islands._shards import (
-    Shard,
-    Values,
-    as_arrays,
-    assembled,
-    check_leaves,
-    devices_of,
-    needed,
-    take_in,
-)
+from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
-from dynamiq_jax.islands._transports import Transport
-from dynamiq_jax.islands.merging import (
-    Findings,
-    check_weight,
-    clipped,
-    copies,
-    examine,
-    hash_of,
-    leaves_of,
-    take_outer_step,
-    too_large,
-    wide,
+from dynamiq_jax.islands._state import (
+    Incoming,
+    IslandState,
+    Outgoing,
+    Transferred,
+    hash_of_state,
 )
+from dynamiq_jax.islands._transports import Transport, logger
+from dynamiq_jax.islands.merging import check_weight, leaves_of, take_outer_step, wide
 from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import DynamiQ
-
-
-class IslandState(NamedTuple):
-    """State of an island: a plain pytree, with the shardings of the parameters.
-
-    `round`, `reference` and `outer` are the same on all islands.
-    """
-
-    round: int  # outer steps taken
-    reference: Any  # parameters after the last outer step: the model to evaluate and to keep
-    outer: optax.OptState
-    residual: Any  # what the others have not received of this island, like `reference`
-    # Where local steps began that ran beside an exchange; None for those that begin at `reference`.
-    start: Any = None
-
-
-class _Outgoing(NamedTuple):
-    """Change of a round that an island sends."""
-
-    state: IslandState  # at the begin of the round
-    reference: str  # hash of the state
-    start: Any  # where the local steps began
-    wanted: Any  # what is to be sent: the change and the residual
-    packed: Packed
-    loss: float | None
-
-
-class _Incoming(NamedTuple):
-    """What a round brings, in the memory of the host."""
-
-    decision: Decision
-    mean: Values | None  # the mean change; None if no change counts
-
-
-class _Transferred(NamedTuple):
-    """End of the transfers of a round."""
-
-    incoming: _Incoming
-    fate: Literal["counts", "late", "left out"]  # of the change of this island
-    applied: Values  # what counts of it, for `feedback`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -216,6 +151,12 @@ class Islands:
         encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
 
     @property
+    def _judge(self) -> Judge:
+        return Judge(
+            self._rounds, self.at_least, self.grace, self.clip, self.overlap, self.norm_limit
+        )
+
+    @property
     def _rounds(self) -> RoundFiles:
         return RoundFiles(self.transport, self.name, self.deadline, self.poll, self.secret)
 
@@ -234,11 +175,11 @@ class Islands:
         no_changes = "of which islands average no changes. Give floating leaves alone."
         check_floating("params", params, no_changes)
         params = as_arrays(params)
-        first = IslandState(0, params, _on_all(self.outer.init(wide(params)), params), ())
+        first = IslandState(0, params, on_all(self.outer.init(wide(params)), params), ())
         if not _processes.of_leader(bool(self.transport.names("state"))):
             self._store(first)
         state = self._latest(first)
-        state = self._caught_up(state._replace(residual=_zeros_like(wide(params))))
+        state = self._caught_up(state._replace(residual=zeros_like(wide(params))))
         if _processes.leads():
             self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
@@ -273,7 +214,7 @@ class Islands:
 
     def start_exchange(
         self, params: Any, state: IslandState, *, weight: float = 1.0, loss: float | None = None
-    ) -> "Exchange":
+    ) -> "PendingExchange":
         """Send the change of a round while the next local steps run.
 
             exchange = islands.start_exchange(params, state)
@@ -292,12 +233,12 @@ class Islands:
           The exchange. The next one begins after its `result`.
         """
         outgoing = self._outgoing(params, state, weight, loss)
-        going_on = _went_on(params, outgoing.start, state.reference)
-        return Exchange(going_on, self, outgoing)
+        going_on = went_on(params, outgoing.start, state.reference)
+        return PendingExchange(going_on, self, outgoing)
 
     def _outgoing(
         self, params: Any, state: IslandState, weight: float, loss: float | None
-    ) -> _Outgoing:
+    ) -> Outgoing:
         """Encode the change of a round."""
         check_weight("weight", weight)
         if leaves_of(params) != leaves_of(state.reference):
@@ -308,7 +249,7 @@ class Islands:
             )
         state = IslandState(state.round, *map(as_arrays, state[1:]))  # of a checkpoint: of NumPy
         start = state.reference if state.start is None else state.start
-        wanted = _change(start, params, state.residual, self.decay)
+        wanted = change_of(start, params, state.residual, self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
 
@@ -317,9 +258,9 @@ class Islands:
             return encode(tree, key=own, method=self.method)
 
         packed = pack(self.name, weight, wanted, encoded)
-        return _Outgoing(state, _hash_of(state), start, wanted, packed, loss)
+        return Outgoing(state, hash_of_state(state), start, wanted, packed, loss)
 
-    def _transferred(self, outgoing: _Outgoing) -> _Transferred:
+    def _transferred(self, outgoing: Outgoing) -> Transferred:
         """Send the change of a round, wait for the decision, and read what counts.
 
         Nothing here runs on several devices: it may run beside the train step.
@@ -334,7 +275,7 @@ class Islands:
                 self.transport.put(told, sealed(told, loss, self.secret))
             self._rounds.send(number, reference, file, outgoing.packed)
             if _processes.leads():
-                self._decide(outgoing.state, reference)
+                self._judge.decide(number, reference, leaves_of(outgoing.wanted))
             while self.transport.get(decided) is None:
                 time.sleep(self.poll)
         incoming = self._incoming(outgoing.state, reference)
@@ -347,13 +288,13 @@ class Islands:
                 sent = self._rounds.pieces(number, reference, outgoing.packed.sent, wanted)
                 for piece in sent:
                     take_in(applied, piece.decoded(), wanted)
-            return _Transferred(incoming, "counts", applied)
+            return Transferred(incoming, "counts", applied)
         intact = self.transport.get(file) == data and self._arrived(outgoing)
         if self.name not in decision.left_out or not intact:
-            return _Transferred(incoming, "late", applied)
-        return _Transferred(incoming, "left out", applied)
+            return Transferred(incoming, "late", applied)
+        return Transferred(incoming, "left out", applied)
 
-    def _arrived(self, outgoing: _Outgoing) -> bool:
+    def _arrived(self, outgoing: Outgoing) -> bool:
         """Return whether all parts of a change of this island are in the store as it sent them."""
         number, reference = outgoing.state.round, outgoing.reference
         try:
@@ -361,86 +302,18 @@ class Islands:
         except ValueError:
             return False
 
-    def _finished(self, outgoing: _Outgoing, transferred: _Transferred) -> IslandState:
+    def _finished(self, outgoing: Outgoing, transferred: Transferred) -> IslandState:
         """Take the outer steps of a round whose transfers are done, and of those since."""
         state = self._step(outgoing.state, transferred.incoming)
         wanted, left = outgoing.wanted, None
         if transferred.fate == "counts" and self.feedback:
-            left = _left(wanted, assembled(wanted, transferred.applied))
+            left = rest_of(wanted, assembled(wanted, transferred.applied))
         elif transferred.fate == "late":
             left = wanted if self.late == "keep" else outgoing.state.residual
-        residual = _zeros_like(wanted) if left is None else left
+        residual = zeros_like(wanted) if left is None else left
         return self._caught_up(state._replace(residual=residual, start=None))
 
-    def _decide(self, state: IslandState, reference: str) -> None:
-        """Wait until a round has a decision, or write it once all came or the deadline is over."""
-        folder, file = change_file(state.round, reference), decision_file(state.round)
-        try:
-            before = self._rounds.decision(decision_file(state.round - 1))
-            stayed = {*before.members, *before.left_out}
-        except ValueError:  # none before the first round
-            stayed = set()
-        start, told, reached = time.monotonic(), 1, None
-        while self.transport.get(file) is None:
-            came, waited = self.transport.names(folder), time.monotonic() - start
-            if len(came) >= self.at_least and reached is None:
-                reached = waited
-            lacks = bool({*stayed, *self._rounds.announced(state.round)} - {*came})
-            ends = np.inf if reached is None else self.deadline
-            if reached is not None and self.grace is not None:
-                ends = min(ends, reached + self.grace)
-            if waited >= ends or (reached is not None and not lacks):
-                decision = self._judged(state, reference, came, waited)
-                self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
-                continue
-            if waited >= told * self.deadline:
-                text = (
-                    "round %d: %d of %d changes came in %.0f s. It is decided when they are there."
-                )
-                logger.warning(text, state.round, len(came), self.at_least, waited)
-                told += 1
-            time.sleep(self.poll)
-
-    def _judged(
-        self, state: IslandState, reference: str, came: Sequence[str], waited: float
-    ) -> Decision:
-        """Return the decision about the changes that came."""
-        found, digests, left_out = dict[str, Findings](), dict[str, str](), dict[str, str]()
-        sizes = dict[str, int]()
-        for name in came:
-            try:
-                sent, digests[name] = self._rounds.sent(
-                    change_file(state.round, reference, name), name
-                )
-                found[name], sizes[name] = self._examined(state, reference, sent)
-            except ValueError as error:
-                left_out[name] = str(error)
-        norms = {name: change.norm for name, change in found.items()}
-        left_out |= too_large(norms, self.norm_limit)
-        left_out |= copies(
-            {name: of for name, of in found.items() if name not in left_out}, self.overlap
-        )
-        members = {name: digest for name, digest in digests.items() if name not in left_out}
-        factors = clipped({name: norms[name] for name in members}) if self.clip else {}
-        notes = RoundNotes(self.name, waited, sizes, self._rounds.losses(state.round, came))
-        return Decision(reference, members, left_out, factors, notes._asdict())
-
-    def _examined(self, state: IslandState, reference: str, sent: Sent) -> tuple[Findings, int]:
-        """Return what a change is like, and its bytes. Of its parts, one is in memory at a time."""
-        leaves, dtypes, sizes = leaves_of(wide(state.reference)), dict[Shard, str](), list[int]()
-
-        def messages() -> Iterator[Message]:
-            for piece in self._rounds.pieces(state.round, reference, sent):
-                sizes.append(piece.message.nbytes)
-                of = (leaf.dtype for leaf in piece.message.leaves)
-                dtypes.update(zip(piece.shards, of, strict=True))
-                yield piece.message
-
-        found = examine(messages(), None if sent.parts else leaves)
-        check_leaves(dtypes, leaves)
-        return found, sum(sizes)
-
-    def _incoming(self, state: IslandState, reference: str) -> _Incoming:
+    def _incoming(self, state: IslandState, reference: str) -> Incoming:
         """Read what a round that is decided brings."""
         wanted = needed(state.reference)
         decision, changes = self._rounds.followed(state.round, reference, wanted)
@@ -454,15 +327,15 @@ class Islands:
             factor = change.weight / total * decision.factors.get(name, 1)
             for piece in change.pieces:
                 take_in(mean, piece.decoded(), wanted, factor)
-        return _Incoming(decision, mean if changes else None)
+        return Incoming(decision, mean if changes else None)
 
-    def _step(self, state: IslandState, incoming: _Incoming) -> IslandState:
+    def _step(self, state: IslandState, incoming: Incoming) -> IslandState:
         """Take the outer step of a round."""
         decision, number = incoming.decision, state.round
         if incoming.mean is not None:
             mean = assembled(wide(state.reference), incoming.mean)
             after = take_outer_step(self.outer, mean, state.outer, state.reference)
-            reference, outer = jax.tree.map(_placed, after, (state.reference, state.outer))
+            reference, outer = jax.tree.map(placed, after, (state.reference, state.outer))
             state = state._replace(reference=reference, outer=outer)
         state = state._replace(round=number + 1)
         if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
@@ -482,7 +355,7 @@ class Islands:
             return bool(_processes.of_leader(found))
 
         while is_decided():
-            state = self._step(state, self._incoming(state, _hash_of(state)))
+            state = self._step(state, self._incoming(state, hash_of_state(state)))
         return state
 
     def _store(self, state: IslandState) -> None:
@@ -517,16 +390,16 @@ class Islands:
         return lacks and time.monotonic() - start < self.deadline
 
 
-class Exchange:
-    """Exchange of a round that runs beside local steps. `Islands.start_exchange` makes one."""
+class PendingExchange:
+    """Exchange of a round that runs beside local steps; see `Islands.start_exchange`."""
 
     params: Any  # where the next local steps begin
 
-    def __init__(self, params: Any, islands: Islands, outgoing: _Outgoing):
+    def __init__(self, params: Any, islands: Islands, outgoing: Outgoing):
         self.params = params
         self._islands, self._outgoing = islands, outgoing
         self._state: IslandState | None = None
-        self._transfer = concurrent.futures.Future[_Transferred]()
+        self._transfer = concurrent.futures.Future[Transferred]()
         # A thread that does not keep a program from ending, as those of an executor do.
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -555,69 +428,3 @@ class Exchange:
             self._transfer.set_result(self._islands._transferred(self._outgoing))
         except BaseException as error:  # raised by `result`
             self._transfer.set_exception(error)
-
-
-def _on_all(outer: Any, params: Any) -> Any:
-    """Return the state of an outer optimizer on the devices of parameters, its numbers on all."""
-    leaves = jax.tree.leaves(params)
-    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
-    if not meshes or len(devices_of(params)) == 1:
-        return as_arrays(outer)
-    everywhere = NamedSharding(meshes[0], PartitionSpec())
-
-    def placed(leaf: Any) -> Array:
-        is_whole = np.ndim(leaf) == 0 or not isinstance(leaf, Array)
-        return jax.device_put(leaf, everywhere) if is_whole else leaf
-
-    return jax.tree.map(placed, outer)
-
-
-def _placed(leaf: Array, before: Array) -> Array:
-    """Return a leaf in the sharding of the one before, which a compiler writes in other words."""
-    return leaf if leaf.sharding == before.sharding else jax.device_put(leaf, before.sharding)
-
-
-def _zeros_like(tree: Any) -> Any:
-    """Return zeros in the shardings of a tree."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), tree
-    )
-
-
-@functools.partial(jax.jit, static_argnames="decay")
-def _change(start: Any, params: Any, residual: Any, decay: float) -> Any:
-    """Return what an island has to send, float32 where leaves are narrower."""
-
-    def change(before: Any, now: Any, left: Any) -> Any:
-        return before - now + left * np.array(decay, left.dtype)
-
-    return jax.tree.map(change, wide(start), wide(params), residual)
-
-
-def _went_on(params: Any, start: Any, reference: Any) -> Any:
-    """Return a reference with the change of this island since a start."""
-    return params if start is reference else _moved(params, start, reference)
-
-
-@jax.jit
-def _moved(params: Any, start: Any, reference: Any) -> Any:
-    def moved(now: Any, before: Any, reference: Any, like: Any) -> Any:
-        return (reference + (now - before)).astype(like.dtype)
-
-    return jax.tree.map(moved, wide(params), wide(start), wide(reference), params)
-
-
-@jax.jit
-def _left(wanted: Any, applied: Any) -> Any:
-    """Return what was not applied; nothing where that is not finite."""
-
-    def left(wanted: Any, applied: Any) -> Any:
-        rest = wanted - applied
-        return jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
-
-    return jax.tree.map(left, wanted, applied)
-
-
-def _hash_of(state: IslandState) -> str:
-    """Return a hash of everything that is the same on all islands."""
-    return hash_of((np.int64(state.round), state.reference, state.outer))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._decode import decode
-from dynamiq_jax.islands._records import Part, Sent
+from dynamiq_jax.islands._records import Sent, SentPart
 from dynamiq_jax.islands._shards import Shard, devices_of, parts_of
 from dynamiq_jax.islands.messages import Message
 
@@ -60,7 +60,7 @@ def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Me
             pieces[number] = Piece(message, named)
     own = {n: hashlib.sha256(piece.message.to_bytes()).digest() for n, piece in pieces.items()}
     digests = _processes.together(own, 1 + max(parts))
-    listed = [Part(number, digests[number].hex(), tuple(of)) for number, of in parts.items()]
+    listed = [SentPart(number, digests[number].hex(), tuple(of)) for number, of in parts.items()]
     return Packed(Sent(weight, island, None, tuple(listed)), pieces)
 
 

@@ -75,7 +75,7 @@ def _checksum(file: str, content: bytes, secret: bytes | None) -> bytes:
     return digest.digest()
 
 
-class Part(NamedTuple):
+class SentPart(NamedTuple):
     """Part of a tree, in a file of its own: what one device of an island holds."""
 
     number: int  # of the device among those of its island
@@ -89,7 +89,7 @@ class Sent(NamedTuple):
     weight: float
     island: str  # whose parts they are
     message: Message | None  # whole leaves; None if they are in parts
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SentPart, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of a file."""
@@ -125,7 +125,7 @@ class Sent(NamedTuple):
                 reader.decompress(body[len(_PARTS) :], max_length=_MOST_LISTED)
             )
             parts = tuple(
-                Part(int(number), str(digest), tuple(map(Shard.named, names)))
+                SentPart(int(number), str(digest), tuple(map(Shard.named, names)))
                 for number, digest, names in listed
             )
         except (AttributeError, RecursionError, TypeError, ValueError, zlib.error) as error:

@@ -11,7 +11,7 @@ import jax
 
 from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._packing import Packed, Piece, whole
-from dynamiq_jax.islands._records import Decision, Part, Sent, digest_of, opened, sealed
+from dynamiq_jax.islands._records import Decision, Sent, SentPart, digest_of, opened, sealed
 from dynamiq_jax.islands._shards import (
     Shard,
     Values,
@@ -132,7 +132,7 @@ class RoundFiles:
             if wanted is None or meet(part.shards, wanted):
                 yield self._piece(part_file(number, of, sent.island, part), part)
 
-    def _piece(self, file: str, part: Part) -> Piece:
+    def _piece(self, file: str, part: SentPart) -> Piece:
         data = self.transport.get(file)
         try:
             content = opened(file, data, self.secret)
@@ -286,7 +286,7 @@ def change_file(number: int, reference: str, name: str = "") -> str:
     return f"change/{number:08}/{reference}/{name}".rstrip("/")
 
 
-def part_file(number: int, of: str, island: str, part: Part | None = None) -> str:
+def part_file(number: int, of: str, island: str, part: SentPart | None = None) -> str:
     """Return the file of a part, or the folder of all parts.
 
     Args:

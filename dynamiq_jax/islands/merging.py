@@ -19,15 +19,15 @@ from dynamiq_jax._core import check_number
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands.messages import Message
 
-__all__ = ["Findings", "check_weight", "clipped", "copies", "examine", "hash_of", "leaves_of"]
-__all__ += ["take_outer_step", "too_large", "wide"]
+__all__ = ["Findings", "clipped", "copies", "examine", "hash_of", "leaves_of"]
+__all__ += ["take_outer_step", "too_large"]
 
 Name = TypeVar("Name")
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and dtypes by path
 
 
 class Findings(NamedTuple):
-    """What a decision needs to know of a change."""
+    """Facts of a change on which a decision rests."""
 
     norm: float  # L2, in float64
     digest: str  # of what the messages hold

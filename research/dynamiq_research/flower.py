@@ -13,7 +13,6 @@ from jax import Array
 import dynamiq_jax as dq
 from dynamiq_jax.islands import decode, encode
 from dynamiq_jax.islands.merging import (
-    check_weight,
     examine,
     hash_of,
     leaves_of,
@@ -22,6 +21,7 @@ from dynamiq_jax.islands.merging import (
 )
 from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import Method
+from dynamiq_jax.parts import check_number
 from dynamiq_jax.parts.collectives import check_optimizer
 
 _ARRAYS, _CONFIG, _CHANGE, _METRICS = "arrays", "config", "change", "metrics"  # records
@@ -231,7 +231,8 @@ def _strategy_class() -> Any:
                 raise ValueError(reply.error.reason)
             content = reply.content
             weight = content[_METRICS][self.weighted_by_key]
-            check_weight(self.weighted_by_key, weight)
+            least = np.finfo(np.float64).tiny
+            check_number(self.weighted_by_key, weight, least, 1e300, "a positive number")
             its = content[_CONFIG][_HASH]
             if its != self.hash:
                 raise ValueError(

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from dynamiq_jax.islands import Islands, Sparse, encode
-from dynamiq_jax.islands._islands import _hash_of
 from dynamiq_jax.islands._records import Sent, opened, sealed
 from dynamiq_jax.islands._rounds import change_file
+from dynamiq_jax.islands._state import hash_of_state
 from dynamiq_jax.islands.merging import clipped
 from tests.support.gradients import heavy_tailed
 from tests.support.islands import PARAMS, Memory, exchanged, joined, moved, same, together
@@ -164,7 +164,7 @@ def forged(number: int, reference: str, secret: bytes | None) -> tuple[str, byte
 def test_a_change_without_the_signature_is_left_out_by_name(secret, words, caplog):
     store = Memory()
     islands, states = joined(store, "ab", secret=b"of the run", **PLAIN)
-    file, data = forged(0, _hash_of(states[0]), secret)
+    file, data = forged(0, hash_of_state(states[0]), secret)
     store.files[file] = data
     after = exchanged(islands, states, (1, 2))
     assert near(after[0].reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.islands import Islands, ObjectStore, SharedFolder
-from dynamiq_jax.islands._islands import _hash_of
+from dynamiq_jax.islands._state import hash_of_state
 from tests.support.gradients import heavy_tailed
 
 SHAPES = {"w": (64, 48), "v": (96, 8), "b": (24,)}
@@ -65,4 +65,4 @@ def train(rank: int, place: str, name: str, rounds: int, ahead: bool):
     for leaf, array in (state.reference | {"left": state.residual["w"]}).items():
         for shard in array.addressable_shards:
             found[name, leaf, str(shard.index)] = np.asarray(shard.data)
-    return state.round, _hash_of(state), found
+    return state.round, hash_of_state(state), found

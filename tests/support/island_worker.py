@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from dynamiq_jax.islands import Islands, SharedFolder
-from dynamiq_jax.islands._islands import _hash_of
+from dynamiq_jax.islands._state import hash_of_state
 
 TARGET = np.random.default_rng(0).standard_normal((64, 32), np.float32)
 PARAMS = {"w": jnp.zeros((64, 32))}
@@ -31,4 +31,4 @@ def train(rank: int, folder: str, name: str, rounds: int) -> tuple[int, str, flo
             time.sleep(0.03)  # the test kills it here
         state = islands.exchange({"w": w}, state)
     error = float(jnp.linalg.norm(state.reference["w"] - TARGET) / jnp.linalg.norm(TARGET))
-    return state.round, _hash_of(state), error
+    return state.round, hash_of_state(state), error

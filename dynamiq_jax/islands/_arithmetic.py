@@ -1,0 +1,74 @@
+"""Arithmetic of changes, and the places of what it makes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dynamiq_jax.islands._shards import as_arrays, devices_of
+from dynamiq_jax.islands.merging import wide
+
+
+def on_all(outer: Any, params: Any) -> Any:
+    """Return the state of an outer optimizer on the devices of parameters, its numbers on all."""
+    leaves = jax.tree.leaves(params)
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
+    if not meshes or len(devices_of(params)) == 1:
+        return as_arrays(outer)
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+
+    def placed(leaf: Any) -> Array:
+        is_whole = np.ndim(leaf) == 0 or not isinstance(leaf, Array)
+        return jax.device_put(leaf, everywhere) if is_whole else leaf
+
+    return jax.tree.map(placed, outer)
+
+
+def placed(leaf: Array, before: Array) -> Array:
+    """Return a leaf in the sharding of the one before, which a compiler writes in other words."""
+    return leaf if leaf.sharding == before.sharding else jax.device_put(leaf, before.sharding)
+
+
+def zeros_like(tree: Any) -> Any:
+    """Return zeros in the shardings of a tree."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), tree
+    )
+
+
+@functools.partial(jax.jit, static_argnames="decay")
+def change_of(start: Any, params: Any, residual: Any, decay: float) -> Any:
+    """Return what an island has to send, float32 where leaves are narrower."""
+
+    def change(before: Any, now: Any, left: Any) -> Any:
+        return before - now + left * np.array(decay, left.dtype)
+
+    return jax.tree.map(change, wide(start), wide(params), residual)
+
+
+def went_on(params: Any, start: Any, reference: Any) -> Any:
+    """Return a reference with the change of this island since a start."""
+    return params if start is reference else _moved(params, start, reference)
+
+
+@jax.jit
+def _moved(params: Any, start: Any, reference: Any) -> Any:
+    def moved(now: Any, before: Any, reference: Any, like: Any) -> Any:
+        return (reference + (now - before)).astype(like.dtype)
+
+    return jax.tree.map(moved, wide(params), wide(start), wide(reference), params)
+
+
+@jax.jit
+def rest_of(wanted: Any, applied: Any) -> Any:
+    """Return what was not applied; nothing where that is not finite."""
+
+    def left(wanted: Any, applied: Any) -> Any:
+        rest = wanted - applied
+        return jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+
+    return jax.tree.map(left, wanted, applied)

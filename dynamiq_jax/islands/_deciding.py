@@ -1,0 +1,102 @@
+"""Decisions about rounds: when one is made, and whose changes count."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dynamiq_jax.islands._records import Decision, RoundNotes, Sent, sealed
+from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file
+from dynamiq_jax.islands._shards import Shard, check_leaves
+from dynamiq_jax.islands._transports import logger
+from dynamiq_jax.islands.merging import Findings, Leaves, clipped, copies, examine, too_large
+from dynamiq_jax.islands.messages import Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Rules by which an island decides a round; see the fields of `Islands`."""
+
+    files: RoundFiles
+    at_least: int
+    grace: float | None
+    clip: bool
+    overlap: float
+    norm_limit: float
+
+    def decide(self, number: int, reference: str, leaves: Leaves) -> None:
+        """Wait until a round has a decision, or write it once all came or the deadline is over.
+
+        Args:
+          number: the round.
+          reference: hash of the state that it began at.
+          leaves: shapes and dtypes of a change.
+        """
+        files = self.files
+        folder, file = change_file(number, reference), decision_file(number)
+        try:
+            before = files.decision(decision_file(number - 1))
+            stayed = {*before.members, *before.left_out}
+        except ValueError:  # none before the first round
+            stayed = set()
+        start, told, reached = time.monotonic(), 1, None
+        while files.transport.get(file) is None:
+            came, waited = files.transport.names(folder), time.monotonic() - start
+            if len(came) >= self.at_least and reached is None:
+                reached = waited
+            lacks = bool({*stayed, *files.announced(number)} - {*came})
+            ends = np.inf if reached is None else files.deadline
+            if reached is not None and self.grace is not None:
+                ends = min(ends, reached + self.grace)
+            if waited >= ends or (reached is not None and not lacks):
+                decision = self._judged(number, reference, leaves, came, waited)
+                files.transport.put(file, sealed(file, decision.to_bytes(), files.secret))
+                continue
+            if waited >= told * files.deadline:
+                text = (
+                    "round %d: %d of %d changes came in %.0f s. It is decided when they are there."
+                )
+                logger.warning(text, number, len(came), self.at_least, waited)
+                told += 1
+            time.sleep(files.poll)
+
+    def _judged(
+        self, number: int, reference: str, leaves: Leaves, came: Sequence[str], waited: float
+    ) -> Decision:
+        """Return the decision about the changes that came."""
+        files = self.files
+        found, digests, left_out = dict[str, Findings](), dict[str, str](), dict[str, str]()
+        sizes = dict[str, int]()
+        for name in came:
+            try:
+                sent, digests[name] = files.sent(change_file(number, reference, name), name)
+                found[name], sizes[name] = self._examined(number, reference, leaves, sent)
+            except ValueError as error:
+                left_out[name] = str(error)
+        norms = {name: change.norm for name, change in found.items()}
+        left_out |= too_large(norms, self.norm_limit)
+        left_out |= copies(
+            {name: of for name, of in found.items() if name not in left_out}, self.overlap
+        )
+        members = {name: digest for name, digest in digests.items() if name not in left_out}
+        factors = clipped({name: norms[name] for name in members}) if self.clip else {}
+        notes = RoundNotes(files.name, waited, sizes, files.losses(number, came))
+        return Decision(reference, members, left_out, factors, notes._asdict())
+
+    def _examined(
+        self, number: int, reference: str, leaves: Leaves, sent: Sent
+    ) -> tuple[Findings, int]:
+        """Return what a change is like, and its bytes. Of its parts, one is in memory at a time."""
+        dtypes, sizes = dict[Shard, str](), list[int]()
+
+        def messages() -> Iterator[Message]:
+            for piece in self.files.pieces(number, reference, sent):
+                sizes.append(piece.message.nbytes)
+                of = (leaf.dtype for leaf in piece.message.leaves)
+                dtypes.update(zip(piece.shards, of, strict=True))
+                yield piece.message
+
+        found = examine(messages(), None if sent.parts else leaves)
+        check_leaves(dtypes, leaves)
+        return found, sum(sizes)
