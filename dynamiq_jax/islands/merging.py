@@ -19,8 +19,7 @@ from dynamiq_jax._core import check_number
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands.messages import Message
 
-__all__ = ["clipped", "copies", "examine", "hash_of", "leaves_of"]
-__all__ += ["take_outer_step", "too_large"]
+__all__ = ["examine", "hash_of", "leaves_of", "take_outer_step", "too_large"]
 
 Name = TypeVar("Name")
 Leaves = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and dtypes by path
