@@ -3,11 +3,11 @@
 import abc
 import bisect
 import dataclasses
-import numbers
+import math
 from collections.abc import Callable
 from typing import Any
 
-from dynamiq_jax._core import WireCost
+from dynamiq_jax._core import WireCost, check_number
 from dynamiq_jax.methods._base import Call
 from dynamiq_jax.methods._sparse_blocks import SparseBlocks
 from pallas_kernels._jax.compat import override
@@ -23,12 +23,8 @@ def check_bits(bits: Any, low: float, taken_by: str = "") -> None:
       low: largest value that is too small.
       taken_by: parts of a message that need `low` bits, for errors.
     """
-    is_number = isinstance(bits, numbers.Real) and type(bits) is not bool
-    if not (is_number and low < bits <= _MAX_BITS):
-        raise ValueError(
-            f"bits={bits!r} is out of range. Give more than {low:g}{taken_by}, and at most "
-            f"{_MAX_BITS:g}."
-        )
+    remedy = f"more than {low:g}{taken_by}, and at most {_MAX_BITS:g}"
+    check_number("bits", bits, math.nextafter(low, math.inf), _MAX_BITS, remedy)
 
 
 def most_within(bits: float, call: Call, most: int, cost_of: Callable[[int], WireCost]) -> int:

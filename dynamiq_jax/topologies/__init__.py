@@ -30,10 +30,4 @@ def resolve_topology(topology: Topology | str) -> Topology:
         return topology
     if isinstance(topology, str) and naming.head(topology) in TOPOLOGIES:
         return naming.make("topology", topology, TOPOLOGIES)
-    if isinstance(topology, str) and naming.head(topology) == "auto":
-        raise ValueError(
-            f"topology={topology!r} is no topology any more: it chose by speeds that are not those "
-            "of your hardware. `dynamiq-jax advise` prints the fastest topology of a link. Give "
-            f"its name, one of {sorted(TOPOLOGIES)}."
-        )
     raise ValueError(f"topology={topology!r} is not known. Give one of {sorted(TOPOLOGIES)}.")

@@ -250,13 +250,6 @@ def test_every_name_makes_its_topology():
     assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
 
 
-@pytest.mark.parametrize("name", ("auto", "auto:network=5"))
-def test_no_topology_chooses_by_itself(name):
-    message = f"topology={name!r} is no topology any more.*dynamiq-jax advise.*'ring'"
-    with pytest.raises(ValueError, match=message):
-        resolve_topology(name)
-
-
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("size", (4096, 5000, 2**24))
 def test_buckets_of_every_size_have_the_topology_that_was_given(name, size):
