@@ -5,27 +5,19 @@ of its program.
 """
 
 import dataclasses
-import enum
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels._jax.compat import override
 
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBERS = (float, complex)
-
-
-class _Kind(enum.Enum):
-    """Leaf that is no constant."""
-
-    ARRAY = enum.auto()
-    OBJECT = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,27 +39,23 @@ class _Constant:
         return hash(self.value) if _has_hash(self.value) else id(self.value)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-    """Objects of flax.nnx without their arrays."""
+_Kind = Literal["array", "object"] | _Constant
+_Opened = tuple[Any, Any]  # objects of flax.nnx without their arrays: the graph, and their places
 
-    graph: Any
-    structure: Any  # of their state
 
-    @classmethod
-    def of(cls, objects: Sequence[Any]) -> "tuple[_Opened | None, list[Any]]":
-        """Open objects, and return their arrays besides."""
-        if not objects:
-            return None, []
-        graph, state = sys.modules["flax.nnx"].split(tuple(objects))
-        arrays, structure = jax.tree.flatten(state)
-        return cls(graph, structure), arrays
+def _opened(objects: Sequence[Any]) -> tuple[_Opened | None, list[Any]]:
+    """Open objects of flax.nnx, and return their arrays besides."""
+    if not objects:
+        return None, []
+    graph, state = sys.modules["flax.nnx"].split(tuple(objects))
+    arrays, structure = jax.tree.flatten(state)
+    return (graph, structure), arrays
 
 
 class Leaves(NamedTuple):
     """Leaves of a tree."""
 
-    kinds: tuple[_Kind | _Constant, ...]
+    kinds: tuple[_Kind, ...]
     structure: Any
     opened: _Opened | None
     arrays: tuple[Any, ...]  # those of objects last
@@ -85,10 +73,9 @@ class Leaves(NamedTuple):
         leaves, structure = jax.tree.flatten(tree, is_leaf=None if is_jitted else _is_object)
         traced = _ARRAYS if is_jitted else (*_ARRAYS, *_NUMBERS)
         kinds = tuple(_kind_of(leaf, traced) for leaf in leaves)
-        of_kind = list(zip(leaves, kinds, strict=True))
-        objects = tuple(leaf for leaf, kind in of_kind if kind is _Kind.OBJECT)
-        arrays = tuple(leaf for leaf, kind in of_kind if kind is _Kind.ARRAY)
-        opened, inside = _Opened.of(objects)
+        objects = tuple(leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "object")
+        arrays = tuple(leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "array")
+        opened, inside = _opened(objects)
         return cls(kinds, structure, opened, (*arrays, *inside), objects)
 
     @property
@@ -110,40 +97,36 @@ class Leaves(NamedTuple):
     def of_arrays(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return the values, one for each leaf, of those leaves that are arrays."""
         pairs = zip(values, self.kinds, strict=True)
-        return tuple(value for value, kind in pairs if kind is _Kind.ARRAY)
+        return tuple(value for value, kind in pairs if kind == "array")
 
     def of_leaves(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return values of arrays, with None for all other leaves."""
         given = iter(values)
-        return tuple(next(given) if kind is _Kind.ARRAY else None for kind in self.kinds)
+        return tuple(next(given) if kind == "array" else None for kind in self.kinds)
 
     @property
     def kind(self) -> Hashable:
         """Everything but the arrays that a program depends on, in a form that can be compared."""
-        opened = self.opened and (_Constant(self.opened.graph), self.opened.structure)
-        return self.kinds, self.structure, opened
+        graph, places = self.opened or (None, None)
+        return self.kinds, self.structure, _Constant(graph), places
 
     def with_arrays(self, arrays: Sequence[Any]) -> "tuple[Any, tuple[Any, ...]]":
         """Return the tree with other arrays and new objects, and these objects."""
-        given = iter(arrays)
-        count = sum(kind is _Kind.ARRAY for kind in self.kinds)
-        objects = ()
+        count, objects = self.kinds.count("array"), ()
         if self.opened is not None:
-            state = jax.tree.unflatten(self.opened.structure, arrays[count:])
-            objects = sys.modules["flax.nnx"].merge(self.opened.graph, state)
-        new = iter(objects)
+            graph, places = self.opened
+            state = jax.tree.unflatten(places, arrays[count:])
+            objects = sys.modules["flax.nnx"].merge(graph, state)
+        given = {"array": iter(arrays), "object": iter(objects)}
         leaves = [
-            kind.value
-            if isinstance(kind, _Constant)
-            else next(given if kind is _Kind.ARRAY else new)
-            for kind in self.kinds
+            kind.value if isinstance(kind, _Constant) else next(given[kind]) for kind in self.kinds
         ]
         return jax.tree.unflatten(self.structure, leaves), objects
 
     def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> None:
         """Give objects the arrays of a step."""
         assert self.opened is not None
-        state = jax.tree.unflatten(self.opened.structure, arrays)
+        state = jax.tree.unflatten(self.opened[1], arrays)
         sys.modules["flax.nnx"].update(tuple(objects), state)
 
     def check_graph(self, objects: Sequence[Any]) -> list[Any]:
@@ -152,7 +135,7 @@ class Leaves(NamedTuple):
         Raises:
           ValueError: the step has changed more than arrays.
         """
-        after, arrays = _Opened.of(objects)
+        after, arrays = _opened(objects)
         if after != self.opened:
             raise ValueError(
                 "The step changes the structure of a flax.nnx object that it is given, such as by "
@@ -162,10 +145,10 @@ class Leaves(NamedTuple):
         return arrays
 
 
-def _kind_of(leaf: Any, traced: tuple[type, ...]) -> _Kind | _Constant:
+def _kind_of(leaf: Any, traced: tuple[type, ...]) -> _Kind:
     if isinstance(leaf, traced):
-        return _Kind.ARRAY
-    return _Kind.OBJECT if _is_object(leaf) else _Constant(leaf)
+        return "array"
+    return "object" if _is_object(leaf) else _Constant(leaf)
 
 
 def _is_object(node: Any) -> bool:
@@ -190,3 +173,47 @@ def _has_hash(value: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def specs_alike(
+    results: Leaves, shapes: Sequence[Any], arguments: Leaves, specs: Sequence[PartitionSpec | None]
+) -> dict[int, PartitionSpec]:
+    """Return the specs of results from arguments of their shapes, by the numbers of the results,
+    such as those of gradients from parameters.
+
+    The argument counts whose path has the longest end in common with that of the result, such as
+    `['layers']['kernel']`. Several of different specs tell nothing. A wrong one costs bytes, and
+    never a number.
+
+    Args:
+      results: results of a step.
+      shapes: shapes of their arrays.
+      arguments: arguments of the step.
+      specs: specs of their arrays, as far as they are known.
+    """
+    known = [
+        (path, array.shape, spec)
+        for path, array, spec in zip(_paths(arguments), arguments.arrays, specs, strict=False)
+        if spec is not None
+    ]
+    found = {}
+    for number, (path, shape) in enumerate(zip(_paths(results), shapes, strict=False)):
+        alike = [(_common(path, other), spec) for other, of, spec in known if of == shape]
+        most = max((count for count, _ in alike), default=0)
+        best = {spec for count, spec in alike if count == most}
+        if len(best) == 1:
+            found[number] = best.pop()
+    return found
+
+
+def _paths(leaves: Leaves) -> list[tuple[Any, ...]]:
+    """Return the paths of the arrays that are leaves."""
+    tree = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return list(leaves.of_arrays(paths))
+
+
+def _common(path: tuple[Any, ...], other: tuple[Any, ...]) -> int:
+    """Return the number of steps that two paths have in common at their ends."""
+    pairs = list(zip(path[::-1], other[::-1], strict=False))
+    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan import recording
-from dynamiq_jax._rewriting.alike import specs_alike
-from dynamiq_jax._rewriting.arguments import Leaves
-from dynamiq_jax._rewriting.contractions import Marker, workers_of
+from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
+from dynamiq_jax._rewriting.contractions import Known, Marker, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.nodes import Reader
@@ -73,6 +72,7 @@ class CompressedStep:
         self._missing_ok = missing_ok
         # By all that a program depends on but types of arrays, for which `jax.jit` has programs.
         self._compiled: dict[Hashable, Any] = {}
+        self._instance: Any = None  # whose method this step is, as an attribute of its class
         functools.update_wrapper(self, fun, updated=())  # attributes of an object stay its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,15 +86,16 @@ class CompressedStep:
 
     def __get__(self, instance: Any, owner: type | None = None) -> "CompressedStep":
         """Return the method of an object, for a step that is an attribute of its class."""
-        return self if instance is None else _Method(self, instance)
+        if instance is None:
+            return self
+        method = object.__new__(type(self))
+        vars(method).update(vars(self), _instance=instance)  # programs, too
+        return method
 
     @override
-    def __reduce__(self) -> Any:
-        """Return what makes this step again, without its programs."""
-        make = functools.partial(
-            CompressedStep, in_specs=self._in_specs, missing_ok=self._missing_ok
-        )
-        return make, (self._fun, self._key, self._evaluator)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the programs of this step, for copies in other processes."""
+        return {**vars(self), "_compiled": {}}
 
     @override
     def __repr__(self) -> str:
@@ -126,15 +127,12 @@ class CompressedStep:
         return self._report(self._program(leaves, leaves.shardings))
 
     @property
-    def _owner(self) -> Any:
-        """Object whose method the step is, or which is called."""
-        return getattr(self._fun, "__self__", self._fun)
-
-    @property
     def _is_jitted(self) -> bool:
         return equations.is_jitted(self._fun)
 
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:
+        if self._instance is not None:
+            args = (self._instance, *args)
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: _Program) -> CompressReport:
@@ -253,7 +251,7 @@ class CompressedStep:
         bound = equations.bound_axes(traced) | set(compat.axes_in_scope())
         selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
         if workers is not None:
-            rows = [rows_of_spec(spec or (), workers.axis) for spec in specs]
+            rows = [Known(rows_of_spec(spec or (), workers.axis)) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
         likely: dict[int, PartitionSpec] = {}
         if workers is not None and len(workers.mesh.axis_names) > 1:
@@ -286,35 +284,16 @@ class CompressedStep:
 
     def _check_unchanged(self) -> None:
         """Check that a trace has left no array in the object of the step."""
-        held = getattr(self._owner, "__dict__", {}).values()
+        owner = self._instance
+        if owner is None:
+            owner = getattr(self._fun, "__self__", self._fun)
+        held = getattr(owner, "__dict__", {}).values()
         if any(isinstance(leaf, jax.core.Tracer) for each in held for leaf in _leaves_of(each)):
             raise TypeError(
                 "The step assigns arrays to attributes of an object, such as self.state, which "
                 "would happen only while it is traced. Return them, or compress the function "
                 "inside that takes and returns them."
             )
-
-
-class _Method(CompressedStep):
-    """Compressed step of a class, for one of its objects."""
-
-    def __init__(self, step: CompressedStep, instance: Any):
-        self.__dict__.update(step.__dict__)
-        self._step = step
-        self._instance = instance
-
-    @override
-    def __reduce__(self) -> Any:
-        return _Method, (self._step, self._instance)
-
-    @property
-    @override
-    def _owner(self) -> Any:
-        return self._instance
-
-    @override
-    def _leaves(self, args: Any, kwargs: Any) -> Leaves:
-        return super()._leaves((self._instance, *args), kwargs)
 
 
 def _leaves_of(value: Any) -> list[Any]:

@@ -5,34 +5,20 @@ each equation that contracts them is such a sum. It becomes an equation of the p
 `sum_over_rows`, which computes the same, and is a sum for whoever reads the program.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._rewriting.rows import Row, Rows, follow, rows_of_spec
+from dynamiq_jax._rewriting.inner import InnerProgram, programs_of
+from dynamiq_jax._rewriting.rows import Row, Rows, WorkerAxis, follow, rows_of_spec
 from dynamiq_jax._rewriting.splits import contraction, ends, may_contract, splits_evenly
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerAxis:
-    """Axis of a mesh over which the compiler splits rows, among one worker for each place."""
-
-    axis: str
-    mesh: Mesh | AbstractMesh
-
-    @property
-    def count(self) -> int:
-        """Number of workers."""
-        size: int = self.mesh.shape[self.axis]
-        return size
 
 
 def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> WorkerAxis | None:
@@ -63,20 +49,6 @@ def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
             yield from _meshes(inside)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lost:
-    """Rows of a value that are no longer known."""
-
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Alike:
-    """Rows of a value that is one number, such as the gradient of a mean."""
-
-
-Known = Rows | Lost | Alike
-
 sum_over_rows = Primitive("sum_over_rows")
 sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
 
@@ -87,11 +59,15 @@ def _as_it_was(*operands: Any, equation: Equation, **params: Any) -> Any:
 
 mlir.register_lowering(sum_over_rows, mlir.lower_fun(_as_it_was, multiple_results=False))
 
-# Equations that call a program with their inputs, in their order.
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
-    *("custom_vjp_call_jaxpr", "eval_jaxpr", "remat2", "checkpoint"),
-}
+
+class Known(NamedTuple):
+    """Rows of a value, as far as they are known."""
+
+    dims: Rows = ()
+    lost: str | None = None  # why they are no longer known
+    is_alike: bool = False  # whether it is one number, such as the gradient of a mean
+
+
 _MOST_ROUNDS = 4  # until the rows that a loop carries are those that it returns
 
 
@@ -119,7 +95,7 @@ class Marker:
         known: dict[Any, Known] = dict(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[Known]:
-            return [known.get(a, ()) if equations.is_variable(a) else () for a in atoms]
+            return [known.get(a, Known()) if equations.is_variable(a) else Known() for a in atoms]
 
         marked = []
         for equation in opened.eqns:
@@ -133,43 +109,71 @@ class Marker:
 
     def _equation(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
         """Return an equation with marked contractions, and the rows of its outputs."""
-        name = equation.primitive.name
-        if name in ("sharding_constraint", "reshard"):
+        if equation.primitive.name in ("sharding_constraint", "reshard"):
             return equation, [self._constrained(equation, rows[0])]
-        if name == "shard_map":
-            return self._map(equation, rows)
-        if name in _CALLS:
-            return self._call(equation, rows)
-        if name == "scan":
-            return self._scan(equation, rows)
-        if name == "while":
-            return self._while(equation, rows)
-        if name == "cond":
-            return self._cond(equation, rows)
-        return self._plain(equation, rows)
+        parts = programs_of(equation)
+        if not parts or any(part.inputs is None for part in parts):
+            return self._plain(equation, rows)
+        if any(self._workers.axis in part.sizes for part in parts):
+            specs = equation.params["out_specs"]
+            return equation, [Known(rows_of_spec(spec, self._workers.axis)) for spec in specs]
+        rows = self._placed(equation.params.get("in_shardings"), rows)
+        marked, of_each = {}, []
+        for part in parts:
+            if part.has_outputs:
+                marked[id(part.program)], after = self._part(part, rows)
+                of_each.append(after)
+        results = [
+            next((each for each in of_output if each.dims), of_output[0])
+            for of_output in zip(*of_each, strict=True)
+        ]
+        results = self._placed(equation.params.get("out_shardings"), results)
+        return equations.with_programs(equation, marked), results
+
+    def _part(self, part: InnerProgram, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
+        """Return a marked program of an equation, and the rows of the equation's results.
+
+        Values of a loop that begin without rows, such as zeros, have those of the turn before.
+        """
+        first = len(rows) if part.first_of_turn is None else part.first_of_turn
+        values = [rows[number] for number in part.inputs or ()]
+        values[first:] = [_shifted(each, -1) for each in values[first:]]
+        for _ in range(_MOST_ROUNDS):
+            before = list(values)
+            program, after = self.program(part.program, values)
+            for output, place in part.carried.items():
+                values[place] = values[place] if values[place].dims else after[output]
+            if values == before:
+                break
+        by = 0 if part.first_of_turn is None else 1
+        return program, [
+            values[part.carried[i]] if i in part.carried else _shifted(each, by)
+            for i, each in enumerate(after)
+        ]
 
     def _plain(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
         """Mark an equation that holds no program, if it contracts rows."""
         if _is_one_number(equation, rows):
-            return equation, [Alike()] * len(equation.outvars)
-        are_lost = [isinstance(each, Lost) for each in rows]
-        dims = list(map(_dimensions, rows))
+            return equation, [Known(is_alike=True)] * len(equation.outvars)
+        dims = [each.dims for each in rows]
         choices = (contraction(equation, each) for each in _with_rows_alike(equation, rows))
         if (split := next((each for each in choices if each is not None), None)) is not None:
             why = None
             if not splits_evenly(equation, split, self._workers.count):
                 why = f"its rows do not split evenly among {self._workers.count} workers"
-            return self._sum(equation, None if why else split, why), [()]
-        lost = next((each for each in rows if isinstance(each, Lost)), None)
-        if lost and may_contract(equation, dims, are_lost):
-            return self._sum(equation, None, lost.why), [()]
+            return self._sum(equation, None if why else split, why), [Known()]
+        lost = next((each.lost for each in rows if each.lost), None)
+        if lost and may_contract(equation, dims, [each.lost is not None for each in rows]):
+            return self._sum(equation, None, lost), [Known()]
         if lost is None and any(dims) and not ends(equation):
-            line = equations.place(equation) or "an unknown line"
-            lost = Lost(
-                f"its rows are not followed through {equation.primitive.name!r} of {line}: give "
-                "the result jax.lax.with_sharding_constraint"
+            lost = (
+                f"its rows are not followed through {equation.primitive.name!r} of "
+                f"{equations.place(equation) or 'an unknown line'}: give the result "
+                "jax.lax.with_sharding_constraint"
             )
-        return equation, [each or lost or () for each in follow(equation, dims)]
+        return equation, [
+            Known(each) if each else Known(lost=lost) for each in follow(equation, dims)
+        ]
 
     def _sum(self, equation: Equation, split: list[Row] | None, why: str | None) -> Equation:
         """Return a contraction as a sum.
@@ -197,80 +201,17 @@ class Marker:
             return rows  # into a part of the program where the compiler manages the axis
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
-        kept = (dim for dim in _dimensions(rows) if spec[dim] is PartitionSpec.UNCONSTRAINED)
-        return moved or tuple(kept)
+        kept = (dim for dim in rows.dims if spec[dim] is PartitionSpec.UNCONSTRAINED)
+        return Known(moved or tuple(kept))
 
-    def _placed(self, shardings: Sequence[Any], rows: Sequence[Known]) -> list[Known]:
+    def _placed(self, shardings: Sequence[Any] | None, rows: list[Known]) -> list[Known]:
         """Return the rows of values with the shardings of a function, where these are given."""
         return [
-            rows_of_spec(sharding.spec, self._workers.axis)
+            Known(rows_of_spec(sharding.spec, self._workers.axis))
             if isinstance(sharding, NamedSharding)
             else each
-            for sharding, each in zip(shardings, rows, strict=True)
+            for sharding, each in zip(shardings or [None] * len(rows), rows, strict=True)
         ]
-
-    def _call(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
-        params = equation.params
-        name = next(name for name, value in params.items() if equations.is_program(value))
-        if "in_shardings" in params:
-            rows = self._placed(params["in_shardings"], rows)
-        program, after = self.program(params[name], rows)
-        if "out_shardings" in params:
-            after = self._placed(params["out_shardings"], after)
-        return equation.replace(params={**params, name: program}), after
-
-    def _map(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
-        params = equation.params
-        if self._workers.axis in equations.mapped_axes(equation):
-            return equation, [
-                rows_of_spec(spec, self._workers.axis) for spec in params["out_specs"]
-            ]
-        program, after = self.program(params["jaxpr"], rows)
-        return equation.replace(params={**params, "jaxpr": program}), after
-
-    def _scan(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
-        first, carried = equations.scan_counts(equation)
-        last = first + carried
-        turns = [_shifted(each, -1) for each in rows[last:]]
-        program, carry, after = self._loop(
-            equation.params["jaxpr"], rows[:first], rows[first:last], turns
-        )
-        stacked = [_shifted(each, 1) for each in after[carried:]]
-        return equation.replace(params={**equation.params, "jaxpr": program}), carry + stacked
-
-    def _while(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
-        params = equation.params
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        program, carry, _ = self._loop(params["body_jaxpr"], rows[first:last], rows[last:], ())
-        return equation.replace(params={**params, "body_jaxpr": program}), carry
-
-    def _loop(
-        self, body: Any, constants: Sequence[Known], carry: Sequence[Known], turns: Sequence[Known]
-    ) -> tuple[Any, list[Known], list[Known]]:
-        """Return the body of a loop, and the rows of all that it carries and of its outputs.
-
-        Values that begin without rows, such as zeros, have those of the turn before.
-        """
-        carry = list(carry)
-        for _ in range(_MOST_ROUNDS):
-            program, after = self.program(body, [*constants, *carry, *turns])
-            joined = [_dimensions(one) or two for one, two in zip(carry, after, strict=False)]
-            if joined == carry:
-                break
-            carry = joined
-        return program, carry, after
-
-    def _cond(self, equation: Equation, rows: Sequence[Known]) -> tuple[Equation, list[Known]]:
-        branches, of_each = zip(
-            *(self.program(branch, rows[1:]) for branch in equation.params["branches"]),
-            strict=True,
-        )
-        after = [
-            next(filter(_dimensions, of_output), of_output[0])
-            for of_output in zip(*of_each, strict=True)
-        ]
-        return equation.replace(params={**equation.params, "branches": branches}), after
 
 
 def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
@@ -278,7 +219,7 @@ def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
     shapes = list(map(equations.shape_of, equation.invars))
     if equation.primitive.name == "broadcast_in_dim":
         return shapes[:1] == [()]
-    alike = [s for s, each in zip(shapes, rows, strict=True) if isinstance(each, Alike)]
+    alike = [shape for shape, each in zip(shapes, rows, strict=True) if each.is_alike]
     are_others_numbers = shapes.count(()) + len(alike) == len(shapes)
     results = map(equations.shape_of, equation.outvars[:1])  # a callback may have none
     return are_others_numbers and any(shape in alike for shape in results)
@@ -286,19 +227,14 @@ def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
 
 def _with_rows_alike(equation: Equation, rows: Sequence[Known]) -> Iterator[list[Rows]]:
     """Yield the rows of operands, then those with each dimension of one whose rows are alike."""
-    dims = list(map(_dimensions, rows))
+    dims = [each.dims for each in rows]
     yield dims
     for i, each in enumerate(rows):
-        if isinstance(each, Alike):
+        if each.is_alike:
             rank = len(equations.shape_of(equation.invars[i]))
             yield from ([*dims[:i], (dim,), *dims[i + 1 :]] for dim in range(rank))
 
 
-def _dimensions(rows: Known) -> Rows:
-    """Return the dimensions that hold rows, as far as they are known."""
-    return rows if isinstance(rows, tuple) else ()
-
-
 def _shifted(rows: Known, by: int) -> Known:
     """Return rows behind other dimensions, or without the first dimension."""
-    return tuple(d + by for d in rows if d + by >= 0) if isinstance(rows, tuple) else rows
+    return rows._replace(dims=tuple(d + by for d in rows.dims if d + by >= 0))

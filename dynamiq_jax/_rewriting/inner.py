@@ -12,7 +12,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from dynamiq_jax._rewriting.contractions import WorkerAxis
+from dynamiq_jax._rewriting.rows import WorkerAxis
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -41,7 +41,9 @@ class InnerProgram:
     carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
     leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
     totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
-    stacks: bool = False  # whether outputs that are not carried are those of all turns
+    # First input of which each turn of a loop takes a part. Outputs that are not carried are those
+    # of all turns, then.
+    first_of_turn: int | None = None
     shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, if sums may leave it
 
     def within(self, outer: "InnerProgram", **changes: Any) -> "InnerProgram":
@@ -206,7 +208,7 @@ def _scan_parts(equation: Equation) -> list[InnerProgram]:
             carried={i: constants + i for i in range(carried)},
             leaving=range(carried, len(equation.outvars)),
             totals=range(carried),
-            stacks=True,
+            first_of_turn=constants + carried,
             shapes=list(map(equations.shape_of, equation.outvars)),
         )
     ]

@@ -8,16 +8,34 @@ A value has several such dimensions where all rows meet all rows, as in a contra
 compiler can split the first one alone.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
 Rows = tuple[int, ...]  # the dimensions of a value that hold rows
 Row = int | None  # one of them
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerAxis:
+    """Axis of a mesh over which the compiler splits rows, among one worker for each place."""
+
+    axis: str
+    mesh: Mesh | AbstractMesh
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        size: int = self.mesh.shape[self.axis]
+        return size
+
 
 # Results have the dimensions of the operands, but for some that are left out.
 REDUCTIONS = {

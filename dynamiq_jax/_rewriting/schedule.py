@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._rewriting import inner
-from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
 from dynamiq_jax._rewriting.inner import InnerProgram, specs_of_shardings
 from dynamiq_jax._rewriting.nodes import (
@@ -30,6 +29,7 @@ from dynamiq_jax._rewriting.nodes import (
 )
 from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
 from dynamiq_jax._rewriting.placement import Placement
+from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.steps import (
     Enter,
     EvaluationSchedule,
@@ -193,7 +193,7 @@ class _Scheduler:
                     place = part.carried[i]
                     steps.append(first_terms(inputs[place], result, member))
                     inputs[place] = SumTerms(result, is_first=True)
-                elif part.stacks and member.workers is not None:
+                elif part.first_of_turn is not None and member.workers is not None:
                     stacked[i] = member.workers
                 outputs[i] = SumTerms(result)
                 shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop

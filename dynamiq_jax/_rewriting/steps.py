@@ -16,8 +16,8 @@ from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import inner, unreduced
-from dynamiq_jax._rewriting.contractions import WorkerAxis
 from dynamiq_jax._rewriting.nodes import Node, SumTerms, Value, Variable
+from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.sums import Sum, is_over_rows
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation

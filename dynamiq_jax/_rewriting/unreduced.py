@@ -13,8 +13,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
-from dynamiq_jax._rewriting.contractions import WorkerAxis
-from dynamiq_jax._rewriting.rows import Row
+from dynamiq_jax._rewriting.rows import Row, WorkerAxis
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Atom, Equation
 

@@ -2,7 +2,7 @@
 
 import collections
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,18 @@ def programs_in(equation: Equation) -> Iterator[Any]:
     """Yield the traced programs among the parameters of an equation."""
     for value in equation.params.values():
         yield from filter(is_program, value if isinstance(value, tuple | list) else (value,))
+
+
+def with_programs(equation: Equation, programs: Mapping[int, Any]) -> Equation:
+    """Return an equation with other programs in place of some of its own, by the ids of these."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, tuple) and any(map(is_program, value)):
+            return tuple(map(replaced, value))
+        return programs.get(id(value), value) if is_program(value) else value
+
+    params = {name: replaced(value) for name, value in equation.params.items()}
+    return equation.replace(params=params)
 
 
 def has_effects(equation: Equation) -> bool:
