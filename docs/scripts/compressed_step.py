@@ -14,8 +14,9 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting.nodes import Reader
+from dynamiq_jax._rewriting.nodes import Program
 from dynamiq_jax._rewriting.origins import origins_of
+from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.schedule import schedule
 from dynamiq_jax._rewriting.steps import Compute, Reduce
 from dynamiq_jax._rewriting.sums import Selection
@@ -66,8 +67,9 @@ def columns() -> tuple[list[Box], list[Box]]:
         Box((_line(next(sums), before=True),), EXACT) if equation.primitive.name == "psum" else None
         for equation in equations.opened(inner)[0].eqns
     )
-    reader = Reader(Selection("data", dq.Compression().exact_below))
-    (entered,) = schedule(origins_of(traced), reader, {}, {}).steps
+    selection = Selection("data", dq.Compression().exact_below)
+    program, continued = origins_of(Program(traced))
+    (entered,) = schedule(chosen(program, selection, continued), selection).steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))
 

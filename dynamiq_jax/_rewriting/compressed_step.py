@@ -16,8 +16,9 @@ from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
 from dynamiq_jax._rewriting.contractions import Known, Marker, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Reader
+from dynamiq_jax._rewriting.nodes import Program
 from dynamiq_jax._rewriting.origins import origins_of
+from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import schedule
@@ -186,13 +187,7 @@ class CompressedStep:
     def _run(
         self, leaves: Leaves, shardings: Sequence[Any], program: _Program | None = None
     ) -> _Results:
-        """Run the step inside of a trace.
-
-        Args:
-          leaves: arguments.
-          shardings: those of their arrays; None of one that is not known.
-          program: the step for these arguments; None: it is traced here.
-        """
+        """Run the step inside of a trace, with a program for its arguments, or else traced here."""
         program = program or self._program(leaves, shardings)
         recording.record_step(lambda: self._report(program))
         key = None
@@ -250,19 +245,22 @@ class CompressedStep:
         workers = workers_of(selection.axes[0], placed, traced)
         bound = equations.bound_axes(traced) | set(compat.axes_in_scope())
         selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
+        likely: dict[int, PartitionSpec] = {}
         if workers is not None:
             rows = [Known(rows_of_spec(spec or (), workers.axis)) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
-        likely: dict[int, PartitionSpec] = {}
-        if workers is not None and len(workers.mesh.axis_names) > 1:
-            shapes = [each.shape for each in traced.out_avals]
-            likely = specs_alike(results, shapes, leaves, specs)
-        made = schedule(
-            origins_of(traced),
-            Reader(selection, opens_outermost=self._is_jitted),
-            {i: spec for i, spec in enumerate(specs) if spec is not None},
-            likely,
+            if len(workers.mesh.axis_names) > 1:
+                shapes = [each.shape for each in traced.out_avals]
+                likely = specs_alike(results, shapes, leaves, specs)
+        program = Program(
+            traced,
+            input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
+            output_specs=specs_of_shardings(equations.out_shardings(traced)),
+            likely_specs=likely,
         )
+        program, continued = origins_of(program)
+        program = chosen(program, selection, continued)
+        made = schedule(program, selection, opens_all=self._is_jitted)
         if not (self._missing_ok or any(made.groups())):
             raise ValueError(_nothing_to_compress(selection, list(made.exact())))
         if self._evaluator.request.measures:

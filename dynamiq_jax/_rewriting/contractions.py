@@ -10,25 +10,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import mlir
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from dynamiq_jax._rewriting.inner import InnerProgram, programs_of
+from dynamiq_jax._rewriting.inner import programs_of
+from dynamiq_jax._rewriting.nodes import Program
 from dynamiq_jax._rewriting.rows import Row, Rows, WorkerAxis, follow, rows_of_spec
 from dynamiq_jax._rewriting.splits import contraction, ends, may_contract, splits_evenly
+from dynamiq_jax._rewriting.sums import sum_over_rows
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
 
 def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> WorkerAxis | None:
-    """Return the workers of a program, along an axis of a mesh that is not manual; None if there
-    is no such mesh.
-
-    Args:
-      axis: name of the axis.
-      shardings: known shardings of inputs.
-      program: traced program.
+    """Return the workers of a program, along an axis of a mesh that is not manual; None if neither
+    shardings of inputs nor the program name such a mesh.
     """
     around = jax.sharding.get_abstract_mesh()
     placed = (each.mesh for each in shardings if isinstance(each, NamedSharding))
@@ -47,17 +43,6 @@ def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
             yield from (each.mesh for each in given if isinstance(each, NamedSharding))
         for inside in equations.programs_in(equation):
             yield from _meshes(inside)
-
-
-sum_over_rows = Primitive("sum_over_rows")
-sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
-
-
-def _as_it_was(*operands: Any, equation: Equation, **params: Any) -> Any:
-    return equations.bound(equation, operands)[0]
-
-
-mlir.register_lowering(sum_over_rows, mlir.lower_fun(_as_it_was, multiple_results=False))
 
 
 class Known(NamedTuple):
@@ -79,11 +64,8 @@ class Marker:
         self._marked: dict[Any, tuple[Any, list[Known]]] = {}
 
     def program(self, program: Any, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
-        """Return a program with marked contractions, and the rows of its outputs.
-
-        Args:
-          program: traced program.
-          rows: rows of its inputs.
+        """Return a program with marked contractions, and the rows of its outputs, given those of
+        its inputs.
         """
         place = id(program), tuple(rows)
         if place not in self._marked:
@@ -121,7 +103,7 @@ class Marker:
         marked, of_each = {}, []
         for part in parts:
             if part.has_outputs:
-                marked[id(part.program)], after = self._part(part, rows)
+                marked[id(part.traced)], after = self._part(part, rows)
                 of_each.append(after)
         results = [
             next((each for each in of_output if each.dims), of_output[0])
@@ -130,7 +112,7 @@ class Marker:
         results = self._placed(equation.params.get("out_shardings"), results)
         return equations.with_programs(equation, marked), results
 
-    def _part(self, part: InnerProgram, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
+    def _part(self, part: Program, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
         """Return a marked program of an equation, and the rows of the equation's results.
 
         Values of a loop that begin without rows, such as zeros, have those of the turn before.
@@ -140,7 +122,7 @@ class Marker:
         values[first:] = [_shifted(each, -1) for each in values[first:]]
         for _ in range(_MOST_ROUNDS):
             before = list(values)
-            program, after = self.program(part.program, values)
+            program, after = self.program(part.traced, values)
             for output, place in part.carried.items():
                 values[place] = values[place] if values[place].dims else after[output]
             if values == before:
@@ -176,12 +158,8 @@ class Marker:
         ]
 
     def _sum(self, equation: Equation, split: list[Row] | None, why: str | None) -> Equation:
-        """Return a contraction as a sum.
-
-        Args:
-          equation: the contraction.
-          split: dimensions of the operands along which each worker takes a part.
-          why: reason to leave it to the compiler, without a split.
+        """Return a contraction as a sum, of which each worker takes a part along the dimensions
+        `split` of the operands; or why it is left to the compiler.
         """
         params = {
             "equation": equation,

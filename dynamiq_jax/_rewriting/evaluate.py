@@ -29,7 +29,7 @@ from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
 
 # Behind these, sums over rows wait for the same messages as before.
-_KEEPING = (Messages.NONE, Messages.OF_ROWS)
+_KEEPING = ("none", "of rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,25 +166,21 @@ class Evaluator:
 def _in_order(
     function: Callable[..., Sequence[Any]],
     values: Sequence[Any],
-    messages: Messages = Messages.ONCE,
+    messages: Messages = "once",
     behind: Array | None = None,
 ) -> Sequence[Any]:
     """Call a function that sends messages, in front of the next collective of the trace.
 
-    Args:
-      function: function of arrays.
-      values: its arguments.
-      messages: the messages of the function.
-      behind: token that sums over rows wait for. Others wait for the last collective of the trace.
+    Sums over rows wait for the token `behind`, others for the last collective of the trace.
     """
     last = order.last_token()
     match messages:
-        case Messages.NONE:
+        case "none":
             return function(*values)
-        case Messages.OF_ROWS | Messages.ONCE:
-            token = behind if messages is Messages.OF_ROWS else last
+        case "of rows" | "once":
+            token = behind if messages == "of rows" else last
             values = tuple(_after(token, value) for value in values)
-        case Messages.IN_A_LOOP:
+        case "in a loop":
             values = _one_after(last, values)
     results = function(*values)
     order.remember(order.token_of([last, *results]))

@@ -6,7 +6,7 @@ large as the bias, and a sum over the turns of a loop leaves the loop.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.nodes import Constant, Node, SumTerms, Value, Variable
+from dynamiq_jax._rewriting.nodes import Constant, Node, Value, Variable
 from dynamiq_jax._rewriting.steps import Compute, Member
 from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
 from pallas_kernels._jax import equations
@@ -41,10 +41,18 @@ class Waiting:
     uses: Mapping[Value, int]  # number of uses of each value
     carries: Mapping[Value, int]  # inputs of a loop's body that are regarded as terms of a sum
     may_leave: bool  # whether sums may leave the program
-    sums: dict[Value, Member] = dataclasses.field(default_factory=dict)  # by their results
+    # By their results: the sums, and the equations that make them.
+    sums: dict[Value, Member] = dataclasses.field(default_factory=dict)
+    nodes: dict[Value, Node] = dataclasses.field(default_factory=dict)
 
-    def in_front(self, node: Node, waiting: Collection[Value]) -> tuple[Compute, Member] | None:
-        """Return the step of an equation of terms in place of sums, and the sum of its results.
+    def add(self, node: Node, members: Iterable[Member]) -> None:
+        """Add sums of an equation."""
+        for member in members:
+            self.sums[member.result], self.nodes[member.result] = member, node
+
+    def in_front(self, node: Node, waiting: Collection[Value]) -> Compute | None:
+        """Replace the sums that an equation needs by the one of its results, and return the step
+        of the equation, which is of terms then; None if it has to wait, too.
 
         Args:
           node: equation that needs a sum that waits.
@@ -74,23 +82,21 @@ class Waiting:
         member = resized(self.selection, members, equations.shape_of(out), equations.dtype_of(out))
         if member is None:
             return None
-        inputs = {
-            variable: key
-            for variable, key in zip(node.equation.invars, node.inputs, strict=True)
-            if equations.is_variable(variable)
-        }
-        operands = [self.sums[key].operand if key in self.sums else key for key in inputs.values()]
-        result = node.outputs[0]
-        made = SumTerms(result)
+        inputs, result = node.variables.values(), node.outputs[0]
+        operands = [self.sums[key].operand if key in self.sums else key for key in inputs]
         if first.workers is None:
             function = _function_of(node)
         else:
-            are_terms = [key in keys for key in inputs.values()]
+            are_terms = [key in keys for key in inputs]
             function = unreduced.linear(node.equation, are_terms, first.workers)
-        step = Compute(function, tuple(operands), (made,))
         accumulates = frozenset(carried).union(*(each.accumulates for each in members))
-        moved = dataclasses.replace(member, operand=made, result=result, accumulates=accumulates)
-        return step, moved
+        moved = dataclasses.replace(
+            member, operand=result.terms, result=result, accumulates=accumulates
+        )
+        for key in keys:
+            self.sums.pop(key, None)
+        self.add(node, [moved])
+        return Compute(function, tuple(operands), (result.terms,))
 
     def _gains(self, node: Node, members: Sequence[Member]) -> bool:
         """Return whether fewer or smaller sums are left.
@@ -172,16 +178,8 @@ def resized(
     shape: tuple[int, ...],
     dtype: np.dtype[Any] | None = None,
 ) -> Member | None:
-    """Return a sum in place of others whose terms are combined, before it has its operand.
-
-    Args:
-      selection: rule for the sums to compress.
-      members: sums of one kind.
-      shape: shape of the combined terms.
-      dtype: their dtype; None: as it was.
-
-    Returns:
-      The sum; None if they cannot be combined.
+    """Return a sum in place of others of its kind whose terms are combined, to a shape and a dtype,
+    before it has its operand; None if they cannot be combined.
     """
     first = members[0]
     whys = {each.why_exact for each in members}
@@ -199,12 +197,8 @@ def resized(
 
 
 def behind(selection: Selection, member: Member, shape: tuple[int, ...]) -> Member | None:
-    """Return a sum that is done behind the equation that holds it; None if it has to stay inside.
-
-    Args:
-      selection: rule for the sums to compress.
-      member: sum of one turn.
-      shape: shape of the sums of all turns.
+    """Return a sum of one turn, done behind the equation that holds it, where all turns have a
+    shape; None if it has to stay inside.
     """
     member = dataclasses.replace(member, accumulates=frozenset())
     if member.why_exact != NOT_FLOATING:
@@ -214,10 +208,8 @@ def behind(selection: Selection, member: Member, shape: tuple[int, ...]) -> Memb
 
 
 def totals_among(left: Mapping[int, Member]) -> set[int]:
-    """Return the outputs of a loop's body that are totals of terms: sums, as all that they are in.
-
-    Args:
-      left: sums that leave the body, by the number of the output.
+    """Return the outputs of a loop's body that are totals of terms: sums, as all that they are in,
+    among those that leave the body.
     """
     inside = [(output, member) for member in left.values() for output in member.accumulates]
     return {

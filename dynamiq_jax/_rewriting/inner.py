@@ -4,15 +4,14 @@ Each kind of equation is made again by the function of JAX that a user calls for
 not here is an error, as soon as it holds a sum to compress.
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from dynamiq_jax._rewriting.rows import WorkerAxis
+from dynamiq_jax._rewriting.nodes import Program
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -20,87 +19,17 @@ from pallas_kernels._jax.equations import Equation
 Body = Callable[..., list[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class InnerProgram:
-    """Program of an equation, as it runs there. The outermost one is that of a step."""
-
-    program: Any
-    times: int | None = 1  # that it runs in one call of the equation; None if that is not known
-    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
-    mesh: Any = None  # in which they are
-    # Numbers of the inputs of the equation that are its inputs; None if they are not known, as are
-    # its outputs then.
-    inputs: Sequence[int] | None = None
-    has_outputs: bool = True  # whether its outputs are those of the equation
-    # Specs that the equation fixes, by the numbers of inputs and outputs.
-    input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
-    output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
-    # Specs of outputs for sums of the compiler of which nothing is known, by numbers.
-    likely_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
-    # Outputs that the next turn of a loop takes as inputs, by the number of the output.
-    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
-    totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
-    # First input of which each turn of a loop takes a part. Outputs that are not carried are those
-    # of all turns, then.
-    first_of_turn: int | None = None
-    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, if sums may leave it
-
-    def within(self, outer: "InnerProgram", **changes: Any) -> "InnerProgram":
-        """Return this program as it runs inside of another one.
-
-        Args:
-          outer: the other program.
-          **changes: fields of which more is known there.
-        """
-        times = None
-        if self.times is not None and outer.times is not None:
-            times = self.times * outer.times
-        return dataclasses.replace(
-            self,
-            times=times,
-            sizes={**outer.sizes, **self.sizes},
-            mesh=self.mesh or outer.mesh,
-            **changes,
-        )
-
-    def automatic(self, workers: WorkerAxis | None = None) -> dict[str, int]:
-        """Return the sizes of the axes of several devices that the compiler manages, by name.
-
-        Args:
-          workers: workers of a sum that the compiler places.
-        """
-        mesh = self.mesh or jax.sharding.get_abstract_mesh()
-        kinds: tuple[Any, ...] = (AxisType.Auto,)
-        manual = set(self.sizes)
-        if workers is not None:
-            mesh, kinds = workers.mesh, (AxisType.Auto, AxisType.Explicit)
-            manual.add(workers.axis)
-        return {
-            name: mesh.shape[name]
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind in kinds and mesh.shape[name] > 1 and name not in manual
-        }
-
-
 # Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
 # compressed sums have none.
 _CALLS = {
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    *("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
     "eval_jaxpr",
 }
 
 
 def is_call(equation: Equation, is_mapped: bool) -> bool:
-    """Return whether the program of an equation can stand in its place.
-
-    Args:
-      equation: equation with one program.
-      is_mapped: whether it is inside of a map over devices.
+    """Return whether the program of an equation, in a map over devices or not, can stand in its
+    place.
     """
     if equation.primitive.name in ("jit", "pjit"):
         params = equation.params
@@ -108,11 +37,6 @@ def is_call(equation: Equation, is_mapped: bool) -> bool:
         is_placed = any(isinstance(each, Sharding) for each in shardings)
         return is_mapped or not (is_placed or params["compiler_options_kvs"])
     return equation.primitive.name in _CALLS
-
-
-def called(equation: Equation) -> Any:
-    """Return the program of a call."""
-    return next(equations.programs_in(equation))
 
 
 def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
@@ -124,31 +48,14 @@ def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
     }
 
 
-def layout(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the parameters of a sum that say where its terms and its parts lie."""
-    names = ("scatter_dimension", "all_gather_dimension", "tiled")
-    is_unreduced = ("is_unreduced", "dst_sharding" in params)
-    return (is_unreduced, *((name, params[name]) for name in names if name in params))
-
-
-def parts_of(equation: Equation) -> list[InnerProgram]:
-    """Return the programs of an equation.
-
-    Raises:
-      ValueError: equations of this kind cannot be made anew.
-    """
-    _check_known(equation)
-    return _PARTS[equation.primitive.name](equation)
-
-
-def programs_of(equation: Equation) -> list[InnerProgram]:
+def programs_of(equation: Equation) -> list[Program]:
     """Return the programs of an equation, of any kind."""
     if parts := _PARTS.get(equation.primitive.name):
         return parts(equation)
-    if equation.primitive.name in _CALLS:
-        return [InnerProgram(called(equation), inputs=_all_inputs(equation))]
     programs = equations.programs_in(equation)
-    return [InnerProgram(program, times=None, has_outputs=False) for program in programs]
+    if equation.primitive.name in _CALLS:
+        return [Program(next(programs), inputs=_all_inputs(equation))]
+    return [Program(program, times=None, has_outputs=False) for program in programs]
 
 
 def _all_inputs(equation: Equation) -> Sequence[int]:
@@ -167,7 +74,7 @@ def make_anew(
     Args:
       equation: the equation.
       scopes: names of the scopes around it, its own ones included.
-      bodies: the programs, in the order of `parts_of`.
+      bodies: the programs, in the order of `programs_of`.
       key: PRNG key for all sums, if the user has given one.
       values: inputs.
     """
@@ -176,11 +83,11 @@ def make_anew(
         return make(equation, bodies, key, values)
 
 
-def _map_parts(equation: Equation) -> list[InnerProgram]:
+def _map_parts(equation: Equation) -> list[Program]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in equations.mapped_axes(equation)}
     inputs = _all_inputs(equation)
-    return [InnerProgram(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
+    return [Program(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
 
 
 def _make_map(
@@ -197,11 +104,11 @@ def _make_map(
     )(key, *values)
 
 
-def _scan_parts(equation: Equation) -> list[InnerProgram]:
+def _scan_parts(equation: Equation) -> list[Program]:
     params = equation.params
     constants, carried = equations.scan_counts(equation)
     return [
-        InnerProgram(
+        Program(
             params["jaxpr"],
             times=params["length"],
             inputs=_all_inputs(equation),
@@ -237,15 +144,15 @@ def _make_scan(
     return [*carry, *rows]
 
 
-def _while_parts(equation: Equation) -> list[InnerProgram]:
+def _while_parts(equation: Equation) -> list[Program]:
     params = equation.params
     first, constants = params["cond_nconsts"], params["body_nconsts"]
     carry = range(first + constants, len(equation.invars))
     return [
-        InnerProgram(
+        Program(
             params["cond_jaxpr"], times=None, inputs=(*range(first), *carry), has_outputs=False
         ),
-        InnerProgram(
+        Program(
             params["body_jaxpr"],
             times=None,
             inputs=range(first, len(equation.invars)),
@@ -267,9 +174,9 @@ def _make_while(
     )
 
 
-def _cond_parts(equation: Equation) -> list[InnerProgram]:
+def _cond_parts(equation: Equation) -> list[Program]:
     inputs = range(1, len(equation.invars))
-    return [InnerProgram(branch, inputs=inputs) for branch in equation.params["branches"]]
+    return [Program(branch, inputs=inputs) for branch in equation.params["branches"]]
 
 
 def _make_cond(
@@ -289,9 +196,9 @@ def _make_cond(
     return lax.platform_dependent(*operands, **by_platform)
 
 
-def _remat_parts(equation: Equation) -> list[InnerProgram]:
+def _remat_parts(equation: Equation) -> list[Program]:
     return [
-        InnerProgram(
+        Program(
             equation.params["jaxpr"],
             inputs=_all_inputs(equation),
             leaving=range(len(equation.outvars)),
@@ -310,10 +217,10 @@ def _make_remat(
     return equation.primitive.bind(*constants, *values, **params)
 
 
-def _jit_parts(equation: Equation) -> list[InnerProgram]:
+def _jit_parts(equation: Equation) -> list[Program]:
     params = equation.params
     return [
-        InnerProgram(
+        Program(
             params["jaxpr"],
             inputs=_all_inputs(equation),
             input_specs=specs_of_shardings(params["in_shardings"]),
@@ -344,7 +251,7 @@ def _make_jit(
     )(*values)
 
 
-_PARTS: dict[str, Callable[[Equation], list[InnerProgram]]] = {
+_PARTS: dict[str, Callable[[Equation], list[Program]]] = {
     "shard_map": _map_parts,
     "scan": _scan_parts,
     "while": _while_parts,
@@ -368,7 +275,8 @@ _FUNCTIONS: dict[
 }
 
 
-def _check_known(equation: Equation) -> None:
+def check_known(equation: Equation) -> None:
+    """Raise ValueError for an equation of a kind that cannot be made anew."""
     name = equation.primitive.name
     if name not in _PARTS:
         raise ValueError(

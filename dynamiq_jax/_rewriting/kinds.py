@@ -110,11 +110,8 @@ def made(
 ) -> Origin:
     """Return the origin of a result of an equation outside of all passes of a differentiation.
 
-    Args:
-      equation: equation without programs.
-      variable: the result.
-      atoms: operands that it depends on.
-      inputs: their origins.
+    The equation holds no program, and `variable` depends on the operands `atoms`, of the origins
+    `inputs`.
     """
     name = equation.primitive.name
     if not (is_inexact(variable) or (name in _KEEPING and _is_integer(variable))):
@@ -136,15 +133,11 @@ def made(
 
 
 def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
-    """Return the sums with which a backward pass goes on by an equation.
+    """Return the sums with which a backward pass goes on by an equation of it without programs.
 
     Not those of which it merely changes the form or the scale. A sum that is the same on all
     workers may also be multiplied by arrays: parameters that are normalized, say, before the
     workers use them.
-
-    Args:
-      equation: equation of a backward pass, without programs.
-      inputs: origins of operands.
     """
     found = {each for origin in inputs for each in origin.sums}
     name = equation.primitive.name

@@ -1,44 +1,37 @@
-"""Equations of a traced program as a flat list, in which calls are replaced by what they call."""
+"""Traced programs, as all passes read them: equations with the values that they take and make."""
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from jax.extend.core import Literal
+import jax
+from jax.sharding import AxisType, PartitionSpec
 
-from dynamiq_jax._rewriting import inner
-from dynamiq_jax._rewriting.kinds import Kind, Origin
-from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
-from dynamiq_jax._rewriting.sums import (
-    MIXED,
-    NO_GRADIENT,
-    NOT_CHOSEN,
-    NOT_FLOATING,
-    SMALL,
-    ZEROS,
-    Selection,
-    Sum,
-    SumOrigin,
-    differentiation_of,
-    sums_of,
-)
+from dynamiq_jax._rewriting.kinds import Origin
+from dynamiq_jax._rewriting.rows import WorkerAxis
+from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, ZEROS, Choice
+from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
 
 class Variable(NamedTuple):
-    """Variable of a program, in one call of it."""
+    """Variable of a program, in one call of it, or terms of the sum that it is."""
 
     var: Any
     call: int  # number of the call
+    # Terms are made by an equation that holds a program, or by a linear one. With the first ones,
+    # the total of the turns of a loop begins.
+    role: Literal["value", "terms", "first terms"] = "value"
 
+    @property
+    def terms(self) -> "Variable":
+        """Terms of the sum."""
+        return self._replace(role="terms")
 
-class SumTerms(NamedTuple):
-    """Terms of a sum that another equation has made: one that holds a program, or a linear one."""
-
-    result: Variable  # the sum
-    is_first: bool = False  # whether the total of the turns of a loop begins with them
+    @property
+    def first_terms(self) -> "Variable":
+        """Terms with which the total of the turns of a loop begins."""
+        return self._replace(role="first terms")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,26 +41,92 @@ class Constant:
     value: Any
 
 
-Value = Variable | SumTerms | Constant
-# Reasons of sums that need not be sent, if their terms are zeros.
-_OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
-Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
+Value = Variable | Constant
 
 
-@dataclasses.dataclass
-class Node:
-    """Equation of a flat list."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Program of an equation, as it runs there. The outermost one is that of a step."""
 
-    traced: TracedEquation
-    inputs: tuple[Value, ...]
-    outputs: tuple[Variable, ...]
-    sums: list[Choice]  # one for each operand
-    holds_target: bool  # inside of it
+    traced: Any
+    nodes: tuple["Node", ...] = ()  # its equations, once they are read
+    results: tuple[Origin, ...] = ()  # origins of its outputs, then
+    times: int | None = 1  # that it runs in one call of the equation; None if that is not known
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
+    mesh: Any = None  # in which they are
+    # Numbers of the inputs of the equation that are its inputs; None if they are not known, as are
+    # its outputs then.
+    inputs: Sequence[int] | None = None
+    has_outputs: bool = True  # whether its outputs are those of the equation
+    # Specs that the equation fixes, by the numbers of inputs and outputs.
+    input_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    output_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    # Specs of outputs for sums of the compiler of which nothing is known, by numbers.
+    likely_specs: Mapping[int, PartitionSpec] = dataclasses.field(default_factory=dict)
+    # Outputs that the next turn of a loop takes as inputs, by the number of the output.
+    carried: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    leaving: Collection[int] = ()  # outputs that may be sums, which are done behind the equation
+    totals: Collection[int] = ()  # carried outputs that may be sums, too, if they begin at zero
+    # First input of which each turn of a loop takes a part. Outputs that are not carried are those
+    # of all turns, then.
+    first_of_turn: int | None = None
+    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, if sums may leave it
 
     @property
-    def equation(self) -> Equation:
-        """The equation."""
-        return self.traced.equation
+    def opened(self) -> equations.Program:
+        """The program, whose equations may have constants."""
+        return equations.opened(self.traced)[0]
+
+    @property
+    def constants(self) -> Sequence[Any]:
+        """Values of its constants."""
+        return equations.opened(self.traced)[1]
+
+    def within(self, outer: "Program", **changes: Any) -> "Program":
+        """Return this program as it runs inside of another one, with what is known there."""
+        times = None
+        if self.times is not None and outer.times is not None:
+            times = self.times * outer.times
+        return dataclasses.replace(
+            self,
+            times=times,
+            sizes={**outer.sizes, **self.sizes},
+            mesh=self.mesh or outer.mesh,
+            **changes,
+        )
+
+    def automatic(self, workers: WorkerAxis | None = None) -> dict[str, int]:
+        """Return the sizes of the axes of several devices that the compiler manages, by name: for a
+        sum over manual axes, or for one of `workers`, which the compiler places.
+        """
+        mesh = self.mesh or jax.sharding.get_abstract_mesh()
+        kinds: tuple[Any, ...] = (AxisType.Auto,)
+        manual = set(self.sizes)
+        if workers is not None:
+            mesh, kinds = workers.mesh, (AxisType.Auto, AxisType.Explicit)
+            manual.add(workers.axis)
+        return {
+            name: mesh.shape[name]
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind in kinds and mesh.shape[name] > 1 and name not in manual
+        }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """Equation of a program. Passes add to it, one after the other."""
+
+    equation: Equation
+    scopes: str  # names of the scopes around it, its own ones included
+    operands: tuple[Origin, ...]  # origins
+    results: tuple[Origin, ...]
+    programs: tuple[Program, ...]  # inside
+    # `chosen` adds these.
+    sums: tuple[Choice, ...] = ()  # one for each operand
+    holds_target: bool = False  # inside of it
+    # `flat` adds these.
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Variable, ...] = ()
 
     @property
     def is_target(self) -> bool:
@@ -84,130 +143,8 @@ class Node:
         """True for sums of zeros."""
         return bool(self.sums) and all(why == ZEROS for _, why in self.sums)
 
-
-class Reader:
-    """Reads traced programs, with one rule for the sums to compress."""
-
-    def __init__(self, selection: Selection, *, opens_outermost: bool = False):
-        self.selection = selection
-        self._opens_outermost = opens_outermost  # call, whose settings the caller takes over
-        self._calls = itertools.count()
-        # The rule may be a function of a user, which is called once for each sum.
-        self._choices: dict[TracedEquation, list[Choice]] = {}
-
-    def next_call(self) -> int:
-        """Return the number of a new call of a program."""
-        return next(self._calls)
-
-    def choices(self, traced: TracedEquation) -> list[Choice]:
-        """Return the sums of an equation, and why each one stays exact."""
-        if traced not in self._choices:
-            sums = sums_of(traced.equation, traced.scopes, functools.partial(_origin, traced))
-            choices = [
-                (each, self._why_exact(each, traced, traced.terms[number]))
-                for number, each in enumerate(sums)
-            ]
-            # Contractions that stay with the compiler are none of its sums, but for gradients.
-            unsplit = traced.equation.params.get("why_exact")
-            self._choices[traced] = [c for c in choices if unsplit is None or c[1] == unsplit]
-        return self._choices[traced]
-
-    def _why_exact(self, each: Sum, traced: TracedEquation, origin: Origin) -> str | None:
-        why = self.selection.why_exact(each, traced.equation.params)
-        is_placed = traced.equation.primitive.name == "reshard"  # zeros would lie elsewhere
-        if origin.number == 0 and why in _OF_ANYTHING and not is_placed:
-            return ZEROS
-        return MIXED if origin.kind == Kind.MIXED and why == NO_GRADIENT["other"] else why
-
-    def inside(self, traced: TracedEquation) -> Iterator[Choice]:
-        """Yield the sums inside of an equation; see `choices`."""
-        for program in traced.programs:
-            for each in program.equations:
-                yield from self.choices(each)
-                yield from self.inside(each)
-
-    def flat(
-        self, program: TracedProgram, call: int, names: dict[Variable, Value], is_mapped: bool
-    ) -> Iterator[Node]:
-        """Yield the equations of a program, and in place of calls that hold sums, those inside.
-
-        Args:
-          program: traced program.
-          call: number of this call of it.
-          names: outputs of calls, by the values that they are; filled here.
-          is_mapped: whether it is inside of a map over devices.
-        """
-        for traced in program.equations:
-            equation = traced.equation
-            inputs = tuple(value_of(each, call, names) for each in equation.invars)
-            whys = {why for _, why in self.inside(traced)}
-            holds_target = None in whys or ZEROS in whys
-            is_call = inner.is_call(equation, is_mapped) or (call == 0 and self._opens_outermost)
-            if not (holds_target and is_call):
-                outputs = tuple(Variable(var, call) for var in equation.outvars)
-                node = Node(traced, inputs, outputs, list(self.choices(traced)), holds_target)
-                yield from _without_zeros(node)
-                continue
-            (called,) = traced.programs
-            number = self.next_call()
-            variables = (*called.program.constvars, *called.program.invars)
-            values = (*map(Constant, called.constants), *inputs)
-            names.update(zip((Variable(var, number) for var in variables), values, strict=True))
-            yield from self.flat(called, number, names, is_mapped)
-            names.update(
-                (Variable(var, call), value_of(out, number, names))
-                for var, out in zip(equation.outvars, called.program.outvars, strict=True)
-            )
-
-
-def _origin(traced: TracedEquation, number: int) -> SumOrigin:
-    """Return the origin of a term of a sum."""
-    if differentiation_of(traced.scopes) == "forward":
-        return "forward"
-    if traced.is_continued(number):
-        return "backward"
-    kinds: dict[Kind, SumOrigin] = {Kind.GRADIENT: "gradient", Kind.FORWARD: "forward"}
-    return kinds.get(traced.terms[number].kind, "other")
-
-
-def _without_zeros(node: Node) -> Iterator[Node]:
-    """Yield sums of zeros apart from others."""
-    is_zero = [why == ZEROS for _, why in node.sums]
-    if len(set(is_zero)) < 2:
-        yield node
-        return
-    for kept in (True, False):
-        places = [i for i, each in enumerate(is_zero) if each == kept]
-
-        def chosen(values: Sequence[Any], places: Sequence[int] = places) -> list[Any]:
-            return [values[i] for i in places]
-
-        equation = node.equation.replace(
-            invars=chosen(node.equation.invars), outvars=chosen(node.equation.outvars)
-        )
-        yield Node(
-            dataclasses.replace(node.traced, equation=equation),
-            tuple(chosen(node.inputs)),
-            tuple(chosen(node.outputs)),
-            chosen(node.sums),
-            holds_target=False,
-        )
-
-
-def keep_apart(nodes: Sequence[Node]) -> None:
-    """Keep small sums exact that large ones need: they would wait, and split these into groups."""
-    needed: set[Value] = set()  # by a sum to compress
-    for node in reversed(nodes):
-        is_needed = not needed.isdisjoint(node.outputs)
-        if node.may_join and is_needed:
-            node.sums = [(each, f"{why}, and a large one needs it") for each, why in node.sums]
-        if node.is_target or node.holds_target or is_needed:
-            needed.update(node.inputs)
-
-
-def value_of(atom: Any, call: int, names: Mapping[Variable, Value]) -> Value:
-    """Return the value of an input of an equation, or of an output of a program."""
-    if isinstance(atom, Literal):
-        return Constant(atom.val)
-    variable = Variable(atom, call)
-    return names.get(variable, variable)
+    @property
+    def variables(self) -> dict[Any, Value]:
+        """Inputs that are variables of its program, each once, with their values."""
+        pairs = zip(self.equation.invars, self.inputs, strict=True)
+        return {atom: value for atom, value in pairs if equations.is_variable(atom)}

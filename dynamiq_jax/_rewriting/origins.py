@@ -8,7 +8,7 @@ them.
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.kinds import (
@@ -25,84 +25,42 @@ from dynamiq_jax._rewriting.kinds import (
     operands_of,
     size,
 )
+from dynamiq_jax._rewriting.nodes import Node, Program
 from dynamiq_jax._rewriting.sums import (
     Differentiation,
     as_written,
     differentiation_of,
-    is_over_rows,
-    joined,
     over_axes,
 )
 from pallas_kernels._jax import equations
-from pallas_kernels._jax.equations import Equation, Program
+from pallas_kernels._jax.equations import Equation
 
 # Sums whose results are the same on all workers, by their types.
 _OF_ALL = {"psum_invariant", "reshard"}
 
 
-class _Facts(NamedTuple):
-    """Facts about a whole program, which the pass collects."""
-
-    read: set[int]  # arguments that a forward pass reads
-    read_sums: set[SumResult]  # the same of sums
-    continued: set[SumResult]  # with which a backward pass goes on
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedEquation:
-    """Equation of a traced program, with the origins of its values."""
-
-    equation: Equation
-    scopes: str  # names of the scopes around it, its own ones included
-    inputs: tuple[Origin, ...]
-    outputs: tuple[Origin, ...]
-    programs: tuple["TracedProgram", ...]  # inside, in the order of `inner.programs_of`
-    path: tuple[Hashable, ...]  # of the program that holds it, and its place there
-    facts: _Facts
-
-    @property
-    def terms(self) -> tuple[Origin, ...]:
-        """Origins of the terms of a sum."""
-        return self.outputs if is_over_rows(self.equation) else self.inputs
-
-    def is_continued(self, operand: int) -> bool:
-        """Return whether a backward pass goes on with the sum of an operand.
-
-        Not so if a loss has the sum as a coefficient.
-        """
-        (result,) = self.outputs[operand].sums
-        return result in self.facts.continued and result not in self.facts.read_sums
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedProgram:
-    """Traced program, with the origins of its values."""
-
-    program: Program
-    constants: Sequence[Any]
-    equations: tuple[TracedEquation, ...]
-    outputs: tuple[Origin, ...]
-
-
-def origins_of(program: Any) -> TracedProgram:
-    """Return a traced program with the origins of its values."""
-    opened, _ = equations.opened(program)
+def origins_of(program: Program) -> tuple[Program, frozenset[SumResult]]:
+    """Return a program with its equations and the origins of their values, and the sums with which
+    a backward pass goes on. One that a loss has as a coefficient is none.
+    """
     read: set[int] = set()
     is_first = True
     while True:
         before = len(read)
-        flow = _Flow(_Facts(read, set(), set()), all_turns=not is_first)
-        traced = flow.program(program, list(map(flow.argument, opened.invars)), "", ())
+        flow = _Flow(read, all_turns=not is_first)
+        found = flow.program(program, list(map(flow.argument, program.opened.invars)), "", ())
         if len(read) == before and not is_first:
-            return traced
+            return found, frozenset(flow.continued - flow.read_sums)
         is_first = False
 
 
 class _Flow:
     """One pass over a program, with one turn of each loop or with all that it takes."""
 
-    def __init__(self, facts: _Facts, *, all_turns: bool):
-        self.facts = facts
+    def __init__(self, read: set[int], *, all_turns: bool):
+        self.read = read  # arguments that a forward pass reads
+        self.read_sums: set[SumResult] = set()  # the same of sums
+        self.continued: set[SumResult] = set()  # with which a backward pass goes on
         self._all_turns = all_turns
         self._numbers: dict[Any, int] = {}  # of arguments and constants
 
@@ -111,73 +69,70 @@ class _Flow:
         if not is_inexact(variable):
             return Origin(Kind.CONSTANT)
         number = self._numbers.setdefault(variable, len(self._numbers))
-        kind = Kind.OTHER if number in self.facts.read else Kind.STATE
+        kind = Kind.OTHER if number in self.read else Kind.STATE
         return Origin(kind, arguments=frozenset({number}))
 
     def program(
-        self, program: Any, inputs: Sequence[Origin], scopes: str, path: tuple[Hashable, ...]
-    ) -> TracedProgram:
-        """Return a program with the origins of its values.
-
-        Args:
-          program: traced program.
-          inputs: origins of its inputs.
-          scopes: names of the scopes around it.
-          path: its place among others.
-        """
-        opened, constants = equations.opened(program)
-        known = {variable: self.argument(variable) for variable in opened.constvars}
-        known.update(zip(opened.invars, inputs, strict=True))
-        traced = []
-        for number, equation in enumerate(opened.eqns):
-            here = joined(scopes, str(equation.source_info.name_stack))
-            values = tuple(_origin_of(atom, known) for atom in equation.invars)
-            each = self._equation(equation, values, here, (*path, number))
-            known.update(zip(equation.outvars, each.outputs, strict=True))
-            traced.append(each)
-        outputs = tuple(_origin_of(atom, known) for atom in opened.outvars)
-        return TracedProgram(opened, constants, tuple(traced), outputs)
-
-    def _equation(
         self,
-        equation: Equation,
-        inputs: tuple[Origin, ...],
-        scopes: str,
-        path: tuple[Hashable, ...],
-    ) -> TracedEquation:
-        parts = inner.programs_of(equation)
-        entered = [
-            self._part(part, inputs, scopes, (*path, number)) for number, part in enumerate(parts)
-        ]
-        results = [
-            traced.outputs for part, traced in zip(parts, entered, strict=True) if part.has_outputs
-        ]
-        if results:
-            outputs = tuple(join(values) for values in zip(*results, strict=True))
-        else:
-            outputs = self._results(equation, inputs, scopes, path)
-        return TracedEquation(equation, scopes, inputs, outputs, tuple(entered), path, self.facts)
-
-    def _part(
-        self,
-        part: inner.InnerProgram,
+        program: Program,
         inputs: Sequence[Origin],
         scopes: str,
         path: tuple[Hashable, ...],
-    ) -> TracedProgram:
+    ) -> Program:
+        """Return a program with its equations and the origins of their values, given those of its
+        inputs, the names of the scopes around it, and its place among others.
+        """
+        opened = program.opened
+        known = {variable: self.argument(variable) for variable in opened.constvars}
+        known.update(zip(opened.invars, inputs, strict=True))
+        nodes = []
+        for number, equation in enumerate(opened.eqns):
+            own = str(equation.source_info.name_stack)
+            here = "/".join(filter(None, (scopes, own)))
+            values = tuple(_origin_of(atom, known) for atom in equation.invars)
+            node = self._node(equation, values, here, (*path, number))
+            known.update(zip(equation.outvars, node.results, strict=True))
+            nodes.append(node)
+        results = tuple(_origin_of(atom, known) for atom in opened.outvars)
+        return dataclasses.replace(program, nodes=tuple(nodes), results=results)
+
+    def _node(
+        self,
+        equation: Equation,
+        operands: tuple[Origin, ...],
+        scopes: str,
+        path: tuple[Hashable, ...],
+    ) -> Node:
+        programs = tuple(
+            self._inside(part, operands, scopes, (*path, number))
+            for number, part in enumerate(inner.programs_of(equation))
+        )
+        if of_each := [program.results for program in programs if program.has_outputs]:
+            results = tuple(join(origins) for origins in zip(*of_each, strict=True))
+        else:
+            results = self._results(equation, operands, scopes, path)
+        return Node(equation, scopes, operands, results, programs)
+
+    def _inside(
+        self,
+        part: Program,
+        operands: Sequence[Origin],
+        scopes: str,
+        path: tuple[Hashable, ...],
+    ) -> Program:
         """Return the program of an equation; that of a loop at its fixed point."""
         if part.inputs is None:
-            invars = equations.opened(part.program)[0].invars
-            return self.program(part.program, [nonlinear(inputs)] * len(invars), scopes, path)
-        values = [inputs[number] for number in part.inputs]
+            inputs = [nonlinear(operands)] * len(part.opened.invars)
+            return self.program(part, inputs, scopes, path)
+        values = [operands[number] for number in part.inputs]
         while True:
-            before, known = list(values), set(self.facts.continued)
-            traced = self.program(part.program, values, scopes, path)
+            before, known = list(values), set(self.continued)
+            found = self.program(part, values, scopes, path)
             for output, place in part.carried.items():
-                values[place] = join([values[place], traced.outputs[output]])
+                values[place] = join([values[place], found.results[output]])
             if values == before or not self._all_turns:
-                return traced
-            self.facts.continued.intersection_update(known)  # this turn had values of other origins
+                return found
+            self.continued.intersection_update(known)  # this turn had values of other origins
 
     def _results(
         self,
@@ -190,15 +145,15 @@ class _Flow:
         here, written = _pass_of(scopes), as_written(equation)
         if here == "forward":
             for each in inputs:
-                self.facts.read.update(each.arguments)
-                self.facts.read_sums.update(each.sums)
+                self.read.update(each.arguments)
+                self.read_sums.update(each.sums)
         outputs = []
         for number, variable in enumerate(equation.outvars):
             places = operands_of(written, number)
             operands = inputs[places]
             result = made(written, variable, equation.invars[places], operands)
             if here == "backward":
-                self.facts.continued.update(continued(written, operands))
+                self.continued.update(continued(written, operands))
                 result = result._replace(kind=Kind.GRADIENT, arguments=frozenset())
             elif here == "forward" and result.kind != Kind.CONSTANT:
                 result = result._replace(kind=Kind.FORWARD, arguments=frozenset())

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of, over
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Constant, Node, Value, Variable
+from dynamiq_jax._rewriting.nodes import Constant, Node, Value
 from dynamiq_jax._rewriting.rows import rows_of_spec
 from pallas_kernels._jax import equations
 
@@ -112,7 +112,7 @@ class Placement:
 
 def _spec_of_type(value: Value) -> PartitionSpec | None:
     """Return the spec in the type of a value; None on axes that the compiler manages."""
-    if not isinstance(value, Variable):
+    if isinstance(value, Constant):
         return None
     sharding = getattr(value.var.aval, "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:

@@ -45,12 +45,7 @@ REDUCTIONS = {
 
 
 def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
-    """Return the rows of the results of an equation.
-
-    Args:
-      equation: equation that holds no program.
-      rows: rows of its operands.
-    """
+    """Return the rows of the results of an equation without programs, given those of operands."""
     if not any(rows):
         return [()] * len(equation.outvars)
     firsts = _followed(equation, [each[0] if each else None for each in rows])
@@ -71,19 +66,17 @@ def _joined(rows: Rows, other: Row, shape: tuple[int, ...]) -> Rows:
 
 
 def _followed(equation: Equation, rows: Sequence[Row]) -> list[Row]:
-    name = equation.primitive.name
-    rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
-    if name in REDUCTIONS:
-        rule = _reduced
     if all(each is None for each in rows):
         return [None] * len(equation.outvars)
+    name = equation.primitive.name
+    rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
     found = rule(equation, rows)
     return found if isinstance(found, list) else [found] * len(equation.outvars)
 
 
-def _first(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the first operand with rows, and their dimension."""
-    return next((i, each) for i, each in enumerate(rows) if each is not None)
+def _first(rows: Sequence[Row]) -> int:
+    """Return the dimension of the first operand with rows."""
+    return next(each for each in rows if each is not None)
 
 
 def _same_place(equation: Equation, rows: Sequence[Row]) -> list[Row]:
@@ -141,7 +134,7 @@ def _expanded(equation: Equation, rows: Sequence[Row]) -> Row:
 
 
 def _reduced(equation: Equation, rows: Sequence[Row]) -> Row:
-    return _without(_first(rows)[1], equation.params["axes"])
+    return _without(_first(rows), equation.params["axes"])
 
 
 def _without(dim: Row, dimensions: Sequence[int]) -> Row:
@@ -152,7 +145,7 @@ def _without(dim: Row, dimensions: Sequence[int]) -> Row:
 
 
 def _stacked(equation: Equation, rows: Sequence[Row]) -> Row:
-    axis, dim = equation.params["axis"], _first(rows)[1]
+    axis, dim = equation.params["axis"], _first(rows)
     return dim + (axis <= dim)
 
 
@@ -160,19 +153,17 @@ def _unstacked(equation: Equation, rows: Sequence[Row]) -> Row:
     return _without(rows[0], [equation.params["axis"]])
 
 
+def _rest(atom: Any, *others: Sequence[int]) -> list[int]:
+    """Return the dimensions of a value that are not among others."""
+    return [d for d in range(len(equations.shape_of(atom))) if all(d not in o for o in others)]
+
+
 def _product(equation: Equation, rows: Sequence[Row]) -> Row:
     """Dimensions of a batch come first, then the free ones of the left and the right operand."""
-    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    free = len(left_batch)
-    for operand, dim, contracted, batch in (
-        (equation.invars[0], rows[0], left, left_batch),
-        (equation.invars[1], rows[1], right, right_batch),
-    ):
-        kept = [
-            d
-            for d in range(len(equations.shape_of(operand)))
-            if d not in contracted and d not in batch
-        ]
+    contracted, batches = equation.params["dimension_numbers"]
+    free = len(batches[0])
+    for operand, dim, summed, batch in zip(equation.invars, rows, contracted, batches, strict=True):
+        kept = _rest(operand, summed, batch)
         if dim in batch:
             return list(batch).index(dim)
         if dim in kept:
@@ -182,25 +173,17 @@ def _product(equation: Equation, rows: Sequence[Row]) -> Row:
 
 
 def _ragged_product(equation: Equation, rows: Sequence[Row]) -> Row:
+    """Dimensions of the result are those of a batch, of the groups, and as of any product."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
-    (left, _), (batch, _) = numbers.dot_dimension_numbers
+    (left, right), (batch, right_batch) = numbers.dot_dimension_numbers
     if rows[0] is None or rows[0] in left:
         return None
-    result_rank = len(equations.shape_of(equation.outvars[0]))
-    kept = [
-        d
-        for d in range(len(equations.shape_of(equation.invars[0])))
-        if d not in left and d not in batch
-    ]
     if rows[0] in batch:
         return list(batch).index(rows[0])
-    inner = len(kept) + sum(
-        d not in numbers.dot_dimension_numbers[0][1]
-        and d not in numbers.dot_dimension_numbers[1][1]
-        and d not in numbers.rhs_group_dimensions
-        for d in range(len(equations.shape_of(equation.invars[1])))
-    )
-    return result_rank - inner + kept.index(rows[0])
+    kept = _rest(equation.invars[0], left, batch)
+    of_right = _rest(equation.invars[1], right, right_batch, numbers.rhs_group_dimensions)
+    rank = len(equations.shape_of(equation.outvars[0]))
+    return rank - len(kept) - len(of_right) + kept.index(rows[0])
 
 
 def _convolution(equation: Equation, rows: Sequence[Row]) -> Row:
@@ -216,7 +199,7 @@ def _gathered(equation: Equation, rows: Sequence[Row]) -> Row:
     """Slices of the first operand at the places of the second, whose last dimension is a place."""
     numbers = equation.params["dimension_numbers"]
     result = equations.shape_of(equation.outvars[0])
-    batch = [d for d in range(len(result)) if d not in numbers.offset_dims]
+    batch = _rest(equation.outvars[0], numbers.offset_dims)
     if rows[1] is not None and rows[1] < len(equations.shape_of(equation.invars[1])) - 1:
         return batch[rows[1]]
     if rows[0] is None:
@@ -225,11 +208,7 @@ def _gathered(equation: Equation, rows: Sequence[Row]) -> Row:
         place = numbers.operand_batching_dims.index(rows[0])
         return batch[numbers.start_indices_batching_dims[place]]
     whole = equations.shape_of(equation.invars[0])
-    kept = [
-        d
-        for d in range(len(whole))
-        if d not in numbers.collapsed_slice_dims and d not in numbers.operand_batching_dims
-    ]
+    kept = _rest(equation.invars[0], numbers.collapsed_slice_dims, numbers.operand_batching_dims)
     if rows[0] not in kept:
         return None
     dim = numbers.offset_dims[kept.index(rows[0])]
@@ -277,6 +256,7 @@ def _cut(equation: Equation, rows: Sequence[Row]) -> list[Row]:
 
 
 _RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
+    **dict.fromkeys(REDUCTIONS, _reduced),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "conv_general_dilated": _convolution,

@@ -16,80 +16,64 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
-from dynamiq_jax._rewriting.inner import InnerProgram, specs_of_shardings
-from dynamiq_jax._rewriting.nodes import (
-    Choice,
-    Node,
-    Reader,
-    SumTerms,
-    Value,
-    Variable,
-    keep_apart,
-    value_of,
-)
-from dynamiq_jax._rewriting.origins import TracedEquation, TracedProgram
+from dynamiq_jax._rewriting.nodes import Node, Program, Value, Variable
 from dynamiq_jax._rewriting.placement import Placement
+from dynamiq_jax._rewriting.reading import flat, kept_apart, value_of
 from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.steps import (
     Enter,
     EvaluationSchedule,
     KeptSum,
     Member,
-    Messages,
     Reduce,
     Step,
     as_it_is,
     first_terms,
     is_of,
     members_of,
+    messages_of,
     summed_exactly,
     terms_of,
 )
-from dynamiq_jax._rewriting.sums import is_over_rows
+from dynamiq_jax._rewriting.sums import Choice, Selection, is_over_rows
 from pallas_kernels._jax import equations
-from pallas_kernels._jax.equations import Equation
 
 
 def schedule(
-    traced: TracedProgram,
-    reader: Reader,
-    specs: Mapping[int, PartitionSpec],
-    likely_specs: Mapping[int, PartitionSpec],
+    program: Program, selection: Selection, *, opens_all: bool = False
 ) -> EvaluationSchedule:
     """Schedule a step.
 
     Args:
-      traced: traced program of the step.
-      reader: reads its equations, with the rule for the sums to compress.
-      specs: known specs of its inputs, by their numbers.
-      likely_specs: likely specs of its outputs, by their numbers.
+      program: program of the step, with the sums of its equations.
+      selection: rule for the sums to compress.
+      opens_all: see `flat`.
     """
-    outermost = InnerProgram(
-        traced.program,
-        input_specs=specs,
-        output_specs=specs_of_shardings(equations.out_shardings(traced.program)),
-        likely_specs=likely_specs,
-    )
-    return _Scheduler(traced, outermost, reader).schedule().numbered(itertools.count())
+    calls = itertools.count()
+    scheduler = _Scheduler(program, selection, calls, opens_all=opens_all)
+    return scheduler.schedule().numbered(itertools.count())
 
 
 class _Scheduler:
     """Schedules a program; another one each program inside."""
 
-    def __init__(self, traced: TracedProgram, program: InnerProgram, reader: Reader):
-        self._traced = traced
+    def __init__(
+        self, program: Program, selection: Selection, calls: Iterator[int], *, opens_all: bool
+    ):
         self._program = program
-        self._reader = reader
-        self._selection = reader.selection
-        self._call = reader.next_call()
+        self._selection = selection
+        self._calls = calls
+        self._call = next(calls)
         names: dict[Variable, Value] = {}
-        self._nodes = list(reader.flat(traced, self._call, names, bool(program.sizes)))
-        self._inputs = tuple(Variable(var, self._call) for var in traced.program.invars)
-        self._outputs = [value_of(out, self._call, names) for out in traced.program.outvars]
+        nodes = flat(
+            program, self._call, names, calls, is_mapped=bool(program.sizes), opens_all=opens_all
+        )
+        self._nodes = kept_apart(list(nodes))
+        self._inputs = tuple(Variable(var, self._call) for var in program.opened.invars)
+        self._outputs = [value_of(out, self._call, names) for out in program.opened.outvars]
         # Number of uses of each value.
         self._uses = collections.Counter(value for node in self._nodes for value in node.inputs)
         self._uses.update(self._outputs)
-        keep_apart(self._nodes)
         self._placement = Placement(self._nodes)
         self._placement.learn(self._inputs, program.input_specs)
         self._placement.learn(self._outputs, program.output_specs)
@@ -103,11 +87,11 @@ class _Scheduler:
             if not failed:
                 break
             carries = {value: output for value, output in carries.items() if output not in failed}
-        variables = (Variable(var, self._call) for var in self._traced.program.constvars)
+        variables = (Variable(var, self._call) for var in self._program.opened.constvars)
         return EvaluationSchedule(
             tuple(steps),
             self._inputs,
-            tuple(zip(variables, self._traced.constants, strict=True)),
+            tuple(zip(variables, self._program.constants, strict=True)),
             tuple(left[i].operand if i in left else out for i, out in enumerate(self._outputs)),
             left,
         )
@@ -132,32 +116,21 @@ class _Scheduler:
             may_leave = bool(self._program.leaving or carries)
             found = Waiting(self._selection, self._uses, carries, may_leave)
             waiting: set[Value] = set(carries)
-            nodes: dict[Value, Node] = {}  # of the sums, by their results
             order_matters = False
             for node in remaining:
                 effects = equations.has_effects(node.equation)
                 if waiting.intersection(node.inputs) or (effects and order_matters):
-                    if moved := found.in_front(node, waiting):
-                        added, member = moved
-                        steps.append(added)
-                        for value in node.inputs:
-                            found.sums.pop(value, None)
-                        found.sums[member.result], nodes[member.result] = member, node
+                    waiting.update(node.outputs)
+                    if step := found.in_front(node, waiting):
+                        steps.append(step)
                     else:
                         later.append(node)
                         order_matters |= effects
-                    waiting.update(node.outputs)
                     continue
-                if node.is_target or node.may_join:
-                    members = members_of(node)
-                    if is_over_rows(node.equation):
-                        steps.append(terms_of(node))
-                else:
-                    in_place, members = self._steps(node)
-                    steps += in_place
+                in_place, members = self._steps(node)
+                steps += in_place
                 waiting.update(member.result for member in members)
-                found.sums.update((member.result, member) for member in members)
-                nodes.update((member.result, node) for member in members)
+                found.add(node, members)
             sums = found.sums.values()
             totals = set(carries.values())
             left |= {self._outputs.index(e.result): e for e in sums if self._can_leave(e, totals)}
@@ -165,57 +138,58 @@ class _Scheduler:
                 return steps, left, failed
             carries = {}
             here = [self._placed(each) for each in sums if not self._can_leave(each, totals)]
-            steps += self._reduced([(nodes[each.result], each) for each in here])
+            steps += self._reduced([(found.nodes[each.result], each) for each in here])
             remaining = later
         return steps, left, set()
 
-    def _steps(self, node: Node) -> tuple[list[Step], tuple[Member, ...]]:
-        """Return the steps of an equation that is no sum to compress, and the sums it leaves."""
+    def _steps(self, node: Node) -> tuple[Sequence[Step], Sequence[Member]]:
+        """Return the steps of an equation that waits for no sum, and the sums that it leaves."""
+        if node.is_target or node.may_join:
+            return [terms_of(node)] if is_over_rows(node.equation) else [], members_of(node)
         if not node.holds_target:
-            exact = [
-                *_kept(node.sums, node.equation, self._program),
-                *self._kept_inside(node.traced, self._program),
-            ]
-            return [as_it_is(node, exact)], ()
+            kept = [*_kept(node.sums, node, self._program), *_kept_inside(node, self._program)]
+            return [as_it_is(node, kept)], ()
+        inner.check_known(node.equation)
         programs = []
         steps: list[Step] = []
         stacked: dict[int, WorkerAxis] = {}
         inputs: list[Value] = list(node.inputs)
         outputs: list[Value] = list(node.outputs)
         members: list[Member] = []
-        parts = inner.parts_of(node.equation)
-        for part, traced in zip(parts, node.traced.programs, strict=True):
-            inside = _Scheduler(traced, self._inside(part, node), self._reader).schedule()
+        for part in node.programs:
+            scheduler = _Scheduler(
+                self._inside(part, node), self._selection, self._calls, opens_all=False
+            )
+            inside = scheduler.schedule()
             programs.append(inside)
             for i, member in inside.left.items():
                 result = node.outputs[i]
                 if i in part.carried:
                     place = part.carried[i]
                     steps.append(first_terms(inputs[place], result, member))
-                    inputs[place] = SumTerms(result, is_first=True)
+                    inputs[place] = result.first_terms
                 elif part.first_of_turn is not None and member.workers is not None:
                     stacked[i] = member.workers
-                outputs[i] = SumTerms(result)
+                outputs[i] = result.terms
                 shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
                 if whole := behind(self._selection, member, shape):
                     members.append(dataclasses.replace(whole, operand=outputs[i], result=result))
-        step = Enter(
+        entered = Enter(
             node.equation,
-            node.traced.scopes,
+            node.scopes,
             tuple(inputs),
             tuple(outputs),
             tuple(programs),
-            Messages.of(node.equation),
+            messages_of(node.equation),
             stacked,
         )
-        return [*steps, step], tuple(members)
+        return [*steps, entered], members
 
-    def _inside(self, part: InnerProgram, node: Node) -> InnerProgram:
+    def _inside(self, part: Program, node: Node) -> Program:
         """Return a program of an equation with what is known of its inputs and outputs here.
 
         Specs of parts of an array, as in a turn of a loop, are not known.
         """
-        program, _ = equations.opened(part.program)
 
         def specs(
             atoms: Sequence[Any], inside: Sequence[Any], values: Sequence[Value]
@@ -227,26 +201,19 @@ class _Scheduler:
             }
 
         given = [(node.equation.invars[i], node.inputs[i]) for i in part.inputs or ()]
-        before = specs([atom for atom, _ in given], program.invars, [value for _, value in given])
+        before = specs(
+            [atom for atom, _ in given], part.opened.invars, [value for _, value in given]
+        )
         after = {}
         if part.has_outputs:
-            after = specs(node.equation.outvars, program.outvars, node.outputs)
-        begins_at_zero = (i for i in part.totals if node.traced.inputs[part.carried[i]].number == 0)
+            after = specs(node.equation.outvars, part.opened.outvars, node.outputs)
+        begins_at_zero = (i for i in part.totals if node.operands[part.carried[i]].number == 0)
         return part.within(
             self._program,
             totals=tuple(begins_at_zero),
             input_specs={**before, **part.input_specs},
             output_specs={**after, **part.output_specs},
         )
-
-    def _kept_inside(self, traced: TracedEquation, around: InnerProgram) -> Iterator[KeptSum]:
-        """Yield the sums inside of an equation, which all stay as they are."""
-        parts = inner.programs_of(traced.equation)
-        for part, program in zip(parts, traced.programs, strict=True):
-            within = part.within(around)
-            for each in program.equations:
-                yield from _kept(self._reader.choices(each), each.equation, within)
-                yield from self._kept_inside(each, within)
 
     def _reduced(self, sums: Sequence[tuple[Node, Member]]) -> Iterator[Step]:
         """Yield a group for each kind of sums with a large one; others stay as they are."""
@@ -267,7 +234,7 @@ class _Scheduler:
             exact: list[KeptSum] = []  # of the moved ones
             here: dict[int, tuple[Node, list[KeptSum]]] = {}
             for node, member in of_kind:
-                kept = _kept([(member.description, member.why_exact)], node.equation, program)
+                kept = _kept([(member.description, member.why_exact)], node, program)
                 if is_of(node, member):
                     here.setdefault(id(node), (node, []))[1].extend(kept)
                 else:
@@ -314,11 +281,21 @@ class _Scheduler:
         return behind(self._selection, member, self._program.shapes[output]) is not None
 
 
-def _kept(choices: Sequence[Choice], equation: Equation, around: InnerProgram) -> Iterator[KeptSum]:
+def _kept(choices: Sequence[Choice], node: Node, around: Program) -> Iterator[KeptSum]:
     """Yield the sums of an equation that stay as they are."""
+    params = node.equation.params
     for description, why in choices:
-        has_parts = equation.params.get("axis_index_groups") is not None or around.automatic()
-        sizes = {**equations.explicit_sizes(equation), **around.sizes}
-        if is_over_rows(equation):
-            sizes |= equation.params["mesh"].shape
+        has_parts = params.get("axis_index_groups") is not None or around.automatic()
+        sizes = {**equations.explicit_sizes(node.equation), **around.sizes}
+        if is_over_rows(node.equation):
+            sizes |= params["mesh"].shape
         yield KeptSum(description, why, around.times, None if has_parts else sizes)
+
+
+def _kept_inside(node: Node, around: Program) -> Iterator[KeptSum]:
+    """Yield the sums inside of an equation, which all stay as they are."""
+    for program in node.programs:
+        within = program.within(around)
+        for each in program.nodes:
+            yield from _kept(each.sums, each, within)
+            yield from _kept_inside(each, within)

@@ -1,7 +1,7 @@
 """Contractions of rows: along which dimensions of their operands the workers take parts."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from dynamiq_jax._rewriting.rows import REDUCTIONS, Row, Rows, follow
 from pallas_kernels._jax import equations
@@ -15,19 +15,21 @@ def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Row] | None:
     of a product have to hold rows: one alone may be a parameter that is split over the same axis.
     A result that holds rows is no sum.
 
-    Args:
-      equation: the equation.
-      rows: rows of its operands.
-
-    Returns:
-      One dimension for each operand, None for those of which each worker takes all. None if the
-      equation contracts no rows.
+    None of an operand: each worker takes all of it. No list: the equation contracts no rows.
     """
     rule = _CONTRACTIONS.get(equation.primitive.name)
     if rule is None:
         return None
-    found = next(filter(None, (rule(equation, each) for each in _choices(rows))), None)
-    return None if found is None or any(follow(equation, _others(rows, found))) else found
+    choices = itertools.product(*(each or (None,) for each in rows))  # one dimension of each
+    found = next(filter(None, (rule(equation, each) for each in choices)), None)
+    if found is None:
+        return None
+    # Rows that the contraction leaves, where all rows meet all rows.
+    others = [
+        tuple(dim for dim in dims if dim != each) if len(dims) > 1 else ()
+        for dims, each in zip(rows, found, strict=True)
+    ]
+    return None if any(follow(equation, others)) else found
 
 
 def splits_evenly(equation: Equation, split: Sequence[Row], workers: int) -> bool:
@@ -38,13 +40,7 @@ def splits_evenly(equation: Equation, split: Sequence[Row], workers: int) -> boo
 
 
 def may_contract(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bool]) -> bool:
-    """Return whether an equation may contract rows, which are lost of an operand or of both.
-
-    Args:
-      equation: the equation.
-      rows: rows of its operands.
-      are_lost: operands of which they are lost.
-    """
+    """Return whether an equation may contract rows, which are lost of an operand or of both."""
     match equation.primitive.name:
         case "dot_general":
             pairs = list(zip(*equation.params["dimension_numbers"][0], strict=True))
@@ -62,19 +58,6 @@ def may_contract(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bo
 def ends(equation: Equation) -> bool:
     """Return whether results of an equation may have no rows although nothing is lost."""
     return equation.primitive.name in REDUCTIONS | _CONTRACTIONS.keys()
-
-
-def _choices(rows: Sequence[Rows]) -> Iterator[tuple[Row, ...]]:
-    """Yield one dimension of each operand."""
-    return itertools.product(*(each or (None,) for each in rows))
-
-
-def _others(rows: Sequence[Rows], split: Sequence[Row]) -> list[Rows]:
-    """Return the dimensions with rows that a contraction leaves, where all rows meet all rows."""
-    return [
-        tuple(dim for dim in dims if dim != each) if len(dims) > 1 else ()
-        for dims, each in zip(rows, split, strict=True)
-    ]
 
 
 def _contracted_product(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:

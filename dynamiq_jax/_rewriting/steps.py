@@ -2,10 +2,9 @@
 
 import collections
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -15,8 +14,8 @@ from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.shards import names_of
-from dynamiq_jax._rewriting import inner, unreduced
-from dynamiq_jax._rewriting.nodes import Node, SumTerms, Value, Variable
+from dynamiq_jax._rewriting import unreduced
+from dynamiq_jax._rewriting.nodes import Node, Value, Variable
 from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.sums import Sum, is_over_rows
 from pallas_kernels._jax import compat, equations
@@ -34,22 +33,18 @@ class KeptSum(NamedTuple):
     sizes: Mapping[str, int] | None
 
 
-class Messages(enum.Enum):
-    """Messages between workers that an equation sends. Its place among others then counts."""
+# Messages between workers that an equation sends. Its place among others then counts. Those of one
+# sum over rows are where the compiler places it. A loop begins when all that it carries is there.
+Messages = Literal["none", "of rows", "once", "in a loop"]
 
-    NONE = enum.auto()
-    OF_ROWS = enum.auto()  # of one sum over rows, where the compiler places it
-    ONCE = enum.auto()
-    IN_A_LOOP = enum.auto()  # which begins when all that it carries is there
 
-    @classmethod
-    def of(cls, equation: Equation) -> "Messages":
-        """Find the messages of an equation."""
-        if not equations.collective_axes(equation):
-            return cls.NONE
-        if is_over_rows(equation):
-            return cls.OF_ROWS
-        return cls.IN_A_LOOP if equations.is_loop(equation) else cls.ONCE
+def messages_of(equation: Equation) -> Messages:
+    """Return the messages that an equation sends."""
+    if not equations.collective_axes(equation):
+        return "none"
+    if is_over_rows(equation):
+        return "of rows"
+    return "in a loop" if equations.is_loop(equation) else "once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +68,12 @@ class Member:
     @property
     def kind(self) -> Any:
         """Everything that the sums of a group share."""
-        layout = inner.layout(self.params)
-        return self.description.operation, self.description.axes, layout, self.workers
+        layout = [
+            self.params.get(name) for name in ("scatter_dimension", "all_gather_dimension", "tiled")
+        ]
+        is_unreduced = "dst_sharding" in self.params
+        each = self.description
+        return each.operation, each.axes, self.workers, is_unreduced, *layout
 
     @property
     def workers(self) -> WorkerAxis | None:
@@ -92,12 +91,9 @@ class Member:
         return dataclasses.replace(self, description=described, params=params)
 
     def split_over(self, sizes: Mapping[str, int]) -> "Member":
-        """Return the sum with a spec that splits it over fast axes of the workers, too.
+        """Return the sum with a spec that splits it over fast axes of these sizes, too.
 
         Otherwise each device of a host would send the whole sum to the other hosts.
-
-        Args:
-          sizes: sizes of these axes, by name.
         """
         spec, shape = self.spec or PartitionSpec(), self.description.shape
         used = {name for dimension in spec for name in names_of(dimension)}
@@ -125,9 +121,8 @@ class Member:
     def sent_spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Return the spec of the terms as they are sent."""
         missing = len(self.description.shape) - len(spec)
-        return (
-            spec if self.part is None else PartitionSpec(*self._as_sent([*spec, *[None] * missing]))
-        )
+        padded = [*spec, *[None] * missing]
+        return spec if self.part is None else PartitionSpec(*self._as_sent(padded))
 
     def _as_sent(self, dimensions: Sequence[Any]) -> tuple[Any, ...]:
         if self.part is None:
@@ -137,7 +132,7 @@ class Member:
     @property
     def is_moved(self) -> bool:
         """True if other equations make its terms than those of the program around it."""
-        return isinstance(self.operand, SumTerms)
+        return isinstance(self.operand, Variable) and self.operand.role != "value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +142,7 @@ class Compute:
     function: Callable[..., Sequence[Any]]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    messages: Messages = Messages.NONE
+    messages: Messages = "none"
     exact: tuple[KeptSum, ...] = ()  # sums in it, which stay as they are
 
 
@@ -192,7 +187,7 @@ class Enter:
     equation: Equation
     scopes: str
     inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]  # `SumTerms` of sums that are left to this program
+    outputs: tuple[Value, ...]  # terms of sums that are left to this program
     programs: tuple["EvaluationSchedule", ...]
     messages: Messages
     stacked: Mapping[int, WorkerAxis] = dataclasses.field(default_factory=dict)  # unreduced outputs
@@ -258,7 +253,7 @@ def members_of(node: Node) -> tuple[Member, ...]:
     """Return the sums of an equation."""
     if is_over_rows(node.equation):
         ((description, why),), (result,) = node.sums, node.outputs
-        return (Member(description, why, SumTerms(result), result, node.equation.params),)
+        return (Member(description, why, result.terms, result, node.equation.params),)
     return tuple(
         Member(description, why, operand, result, node.equation.params)
         for (description, why), operand, result in zip(
@@ -278,32 +273,23 @@ def terms_of(node: Node) -> Compute:
     function = unreduced.parts(
         params["equation"], params["split"], WorkerAxis(params["axes"][0], params["mesh"])
     )
-    values = [
-        value
-        for atom, value in zip(node.equation.invars, node.inputs, strict=True)
-        if equations.is_variable(atom)
-    ]
 
     def terms(*values: Any) -> Sequence[Any]:
         return function(*equations.with_literals(node.equation, values))
 
-    return Compute(terms, tuple(values), (SumTerms(node.outputs[0]),))
+    return Compute(terms, tuple(node.variables.values()), (node.outputs[0].terms,))
 
 
 def first_terms(zero: Value, total: Variable, member: Member) -> Compute:
-    """Return the step that makes the terms with which the total of a loop's turns begins.
-
-    Args:
-      zero: the total before the first turn.
-      total: the total.
-      member: the sum of one turn.
+    """Return the step that makes the terms with which the total of a loop's turns begins, from
+    zero. A turn adds those of `member`.
     """
     axes, workers = member.description.axes, member.workers
 
     def terms(zero: Any) -> Sequence[Any]:
         return [compat.vary_over(zero, axes) if workers is None else unreduced.zeros(zero, workers)]
 
-    return Compute(terms, (zero,), (SumTerms(total, is_first=True),))
+    return Compute(terms, (zero,), (total.first_terms,))
 
 
 def summed_exactly(members: Sequence[Member], exact: Sequence[KeptSum]) -> Compute:
@@ -317,18 +303,13 @@ def summed_exactly(members: Sequence[Member], exact: Sequence[KeptSum]) -> Compu
         pairs = zip(terms, results, strict=True)
         return [unreduced.total(each, result.var, workers) for each, result in pairs]
 
-    messages = Messages.ONCE if workers is None else Messages.NONE
+    messages: Messages = "once" if workers is None else "none"
     operands = tuple(each.operand for each in members)
     return Compute(totals, operands, results, messages, tuple(exact))
 
 
 def as_it_is(node: Node, exact: Sequence[KeptSum] = ()) -> Compute:
-    """Return the step of an equation as it is, or of the zeros that it sums.
-
-    Args:
-      node: the equation.
-      exact: sums in it.
-    """
+    """Return the step of an equation as it is, with its sums, or of the zeros that it sums."""
     if node.is_zeros:
         results = node.equation.outvars
 
@@ -336,16 +317,11 @@ def as_it_is(node: Node, exact: Sequence[KeptSum] = ()) -> Compute:
             return list(map(equations.zeros_like, results))
 
         return Compute(zeros, (), node.outputs, exact=tuple(exact))
-    values = {
-        atom: value
-        for atom, value in zip(node.equation.invars, node.inputs, strict=True)
-        if equations.is_variable(atom)
-    }
     outputs = zip(node.equation.outvars, node.outputs, strict=True)
     return Compute(
         equations.evaluated(node.equation),
-        tuple(values.values()),
+        tuple(node.variables.values()),
         tuple(value for var, value in outputs if equations.is_used(var)),
-        Messages.of(node.equation),
+        messages_of(node.equation),
         tuple(exact),
     )

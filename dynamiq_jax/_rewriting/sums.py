@@ -3,16 +3,17 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from dynamiq_jax._buckets.axes import axis_names
 from dynamiq_jax._buckets.scopes import labels
 from dynamiq_jax._core.validation import check_choice
-from dynamiq_jax._rewriting.contractions import sum_over_rows
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -67,6 +68,16 @@ class Sum:
     origin: SumOrigin
 
 
+sum_over_rows = Primitive("sum_over_rows")
+sum_over_rows.def_abstract_eval(lambda *operands, equation, **params: equation.outvars[0].aval)
+
+
+def _as_it_was(*operands: Any, equation: Equation, **params: Any) -> Any:
+    return equations.bound(equation, operands)[0]
+
+
+mlir.register_lowering(sum_over_rows, mlir.lower_fun(_as_it_was, multiple_results=False))
+
 _TRANSFORMED = re.compile(r"\b(jvp|transpose)\(")
 
 
@@ -82,6 +93,9 @@ def differentiation_of(scopes: str) -> Differentiation | None:
     if first is None:
         return None
     return "forward" if first[1] == "jvp" else "backward"
+
+
+Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +125,7 @@ class Selection:
         return axis_names(self.axis_name)
 
     def check_bound(self, bound: Collection[str]) -> None:
-        """Check that all axes exist if one of them does.
-
-        Args:
-          bound: axes that exist somewhere in the step, or around it.
-
-        Raises:
-          ValueError: one axis of several does not exist.
-        """
+        """Raise ValueError for one axis of several that does not exist in or around the step."""
         missing = [name for name in self.axes if name not in bound]
         if 0 < len(missing) < len(self.axes):
             raise ValueError(
@@ -128,20 +135,18 @@ class Selection:
             )
 
     def why_exact(self, each: Sum, params: Mapping[str, Any]) -> str | None:
-        """Return why a sum stays as it is; None if it is to be compressed.
-
-        Args:
-          each: the sum.
-          params: parameters of its equation.
+        """Return why the sum of an equation with `params` stays as it is; None if it is to be
+        compressed.
         """
+        over = "over " + ", ".join(map(repr, each.axes))
         if labels(each.scopes):
             return "a part of a collective that is compressed already"
         if each.operation not in self.operations:
             return f"{each.operation} is not among operations={self.operations}"
         if not set(each.axes) & set(self.axes):
-            return f"over {_listed(each.axes)}"
+            return over
         if self.axes[0] not in each.axes:
-            return f"over {_listed(each.axes)}, without the slow axis {self.axes[0]!r}"
+            return f"{over}, without the slow axis {self.axes[0]!r}"
         if each.operation != "psum" and len(each.axes) > 1:
             return f"{each.operation} over several axes"
         if params.get("axis_index_groups") is not None:
@@ -162,12 +167,7 @@ class Selection:
         return unsplit if is_any else NO_GRADIENT.get(each.origin, unsplit)
 
     def is_small(self, each: Sum, params: Mapping[str, Any]) -> bool:
-        """Return whether a sum has fewer elements than are compressed.
-
-        Args:
-          each: the sum.
-          params: parameters of its equation.
-        """
+        """Return whether a sum of an equation with `params` has too few elements."""
         parts = params["axis_size"] if each.operation == "all_gather" else 1
         return math.prod(each.shape) * parts < self.exact_below
 
@@ -184,11 +184,6 @@ def over_axes(equation: Equation) -> tuple[Operation, tuple[str, ...]] | None:
     return (operation, axes) if is_named else None
 
 
-def terms_in(equation: Equation) -> Sequence[Any]:
-    """Return variables with the types of the terms of a sum, one for each sum of an equation."""
-    return equation.outvars if is_over_rows(equation) else equation.invars
-
-
 def as_written(equation: Equation) -> Equation:
     """Return the equation of the program that a sum over rows computes, or the equation itself."""
     contraction: Equation = equation.params["equation"] if is_over_rows(equation) else equation
@@ -201,40 +196,6 @@ def axes_of(equation: Equation) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
-def sums_of(equation: Equation, scopes: str, origin_of: Callable[[int], SumOrigin]) -> list[Sum]:
-    """Describe the sums of an equation, one for each operand; none if it is no sum over named axes.
-
-    Args:
-      equation: equation of a traced program.
-      scopes: names of the scopes around it, its own ones included.
-      origin_of: function of the number of an operand to its origin.
-    """
-    found = over_axes(equation)
-    if found is None:
-        return []
-    return [
-        Sum(
-            *found,
-            equations.shape_of(operand),
-            equations.dtype_of(operand),
-            equations.place(equation),
-            scopes,
-            differentiation_of(scopes),
-            origin_of(number),
-        )
-        for number, operand in enumerate(terms_in(equation))
-    ]
-
-
 def is_over_rows(equation: Equation) -> bool:
     """Return whether an equation is a contraction of rows that the compiler splits."""
     return equation.primitive is sum_over_rows
-
-
-def joined(*scopes: str) -> str:
-    """Join the names of scopes, outer ones first."""
-    return "/".join(filter(None, scopes))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(map(repr, names))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.rows import Row, WorkerAxis
@@ -26,12 +26,8 @@ Metrics = Mapping[str, Array]
 def parts(
     equation: Equation, split: Sequence[Row], workers: WorkerAxis
 ) -> Callable[..., list[Terms]]:
-    """Return the function of a contraction to the result of each worker for its rows.
-
-    Args:
-      equation: the contraction.
-      split: the dimension of each operand that holds rows.
-      workers: the workers.
+    """Return the function of a contraction to the result of each worker for its rows, which are
+    along the dimensions `split` of the operands.
     """
     in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
     function = in_parts(equations.without_shardings(equation), split, workers)
@@ -103,11 +99,7 @@ def linear(
 ) -> Callable[..., Sequence[Terms]]:
     """Return the function of an equation that is linear in unreduced values.
 
-    Args:
-      equation: the equation.
-      are_terms: its inputs that are unreduced, of those that are variables; others are the same for
-        all workers.
-      workers: the workers.
+    It is of the inputs that are variables. Those that are no terms are the same for all workers.
     """
     out = _spec_of_terms(equation.outvars[0], workers)
     if equation.primitive.name == "reshard":
@@ -141,17 +133,11 @@ def zeros(value: Array, workers: WorkerAxis) -> Terms:
 def of_all_turns(terms: Array, workers: WorkerAxis) -> Terms:
     """Return the unreduced form of what a loop has stacked: [turns, workers, ...]."""
     moved = jnp.moveaxis(terms, 1, 0)
-    return moved if _explicit(workers) else _split(moved, workers)
+    return moved if _mesh(workers).explicit_axes else _split(moved, workers)
 
 
 def total(terms: Terms, result: Atom, workers: WorkerAxis) -> Array:
-    """Return the value of the program, by a sum of the compiler.
-
-    Args:
-      terms: its unreduced form.
-      result: the value, by its type.
-      workers: the workers.
-    """
+    """Return the value of the program, of the type of `result`, by a sum of the compiler."""
     return _on_automatic_axes(lambda terms: jnp.sum(terms, 0), workers, _spec(result))(terms)
 
 
@@ -169,8 +155,8 @@ def reduced(
       tree: unreduced values by name.
       results: values of the program, by their types.
       workers: the workers.
-      parts: dimensions of values of which each worker gets its part alone, and None for others. It
-        is the first one for `reduce`.
+      parts: dimensions of which each worker gets its part, and None for values of which all have
+        all. That dimension is the first one for `reduce`.
     """
     split = {name: part for name, part in parts.items() if part is not None}
 
@@ -193,10 +179,9 @@ def _mapped(function: Any, workers: WorkerAxis, in_specs: Any, out_specs: Any) -
     """Map a function over the workers, which the compiler goes on to split over other axes."""
 
     def mapped(*values: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             function,
-            mesh=None if around.axis_names else workers.mesh,
+            mesh=_mesh(workers),
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names={workers.axis},
@@ -215,30 +200,20 @@ def _split(terms: Array, workers: WorkerAxis, others: Sequence[Any] | None = Non
 
 
 def _mesh(workers: WorkerAxis) -> Any:
+    """Return the mesh around, or else that of the workers."""
     around = jax.sharding.get_abstract_mesh()
     return around if around.axis_names else workers.mesh
 
 
-def _explicit(workers: WorkerAxis) -> tuple[str, ...]:
-    """Return the explicit axes around, whose types say how values are split over them."""
-    mesh = _mesh(workers)
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
-
-
 def _on_automatic_axes(function: Any, workers: WorkerAxis, specs: Any) -> Any:
-    """Return a function in which the compiler manages axes that are explicit around it.
-
-    Args:
-      function: function of arrays.
-      workers: the workers.
-      specs: those of its results.
+    """Return a function in which the compiler manages axes that are explicit around it, where its
+    results have `specs`.
     """
 
     def placed(*values: Any) -> Any:
-        if not (explicit := _explicit(workers)):
-            return function(*values)
         mesh = _mesh(workers)
+        if not (explicit := mesh.explicit_axes):
+            return function(*values)
         shardings = jax.tree.map(
             lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, P)
         )
@@ -250,8 +225,7 @@ def _on_automatic_axes(function: Any, workers: WorkerAxis, specs: Any) -> Any:
 def _spec(value: Any) -> PartitionSpec:
     """Return the spec in the type of a value; an empty one on automatic axes."""
     sharding = getattr(getattr(value, "aval", value), "sharding", None)
-    spec = getattr(sharding, "spec", None)
-    return P() if spec is None else P(*spec)
+    return P(*getattr(sharding, "spec", ()))
 
 
 def _spec_of_terms(value: Any, workers: WorkerAxis) -> PartitionSpec:

@@ -151,9 +151,11 @@ def without_shardings(equation: Equation) -> Equation:
 
 
 def with_literals(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """Return all inputs of an equation, from the values of those that are variables."""
-    given = iter(values)
-    return [next(given) if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
+    """Return all inputs of an equation, from the values of those that are variables, each once."""
+    given: dict[Any, Any] = dict(
+        zip(dict.fromkeys(filter(is_variable, equation.invars)), values, strict=True)
+    )
+    return [given[atom] if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
 
 
 def is_variable(atom: Any) -> bool:

@@ -1,0 +1,175 @@
+"""Sums of a program that are to be compressed, and its equations as a flat list, in which calls are
+replaced by what they call.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from dynamiq_jax._rewriting import inner
+from dynamiq_jax._rewriting.kinds import Kind, Origin, SumResult
+from dynamiq_jax._rewriting.nodes import Constant, Node, Program, Value, Variable
+from dynamiq_jax._rewriting.sums import (
+    MIXED,
+    NO_GRADIENT,
+    NOT_CHOSEN,
+    SMALL,
+    ZEROS,
+    Choice,
+    Selection,
+    Sum,
+    SumOrigin,
+    differentiation_of,
+    is_over_rows,
+    over_axes,
+)
+from pallas_kernels._jax import equations
+
+# Reasons of sums that need not be sent, if their terms are zeros.
+_OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
+
+
+def chosen(program: Program, selection: Selection, continued: frozenset[SumResult]) -> Program:
+    """Return a program with the sums of its equations, and why each one stays exact.
+
+    A rule of a user is called once for each sum. A backward pass goes on with the sums that are
+    `continued`.
+    """
+    nodes = []
+    for node in program.nodes:
+        programs = tuple(chosen(each, selection, continued) for each in node.programs)
+        holds_target = any(
+            each.holds_target or any(why in (None, ZEROS) for _, why in each.sums)
+            for each in itertools.chain.from_iterable(inside.nodes for inside in programs)
+        )
+        sums = tuple(_choices(node, selection, continued))
+        nodes.append(
+            dataclasses.replace(node, programs=programs, sums=sums, holds_target=holds_target)
+        )
+    return dataclasses.replace(program, nodes=tuple(nodes))
+
+
+def _choices(node: Node, selection: Selection, continued: frozenset[SumResult]) -> Iterator[Choice]:
+    """Yield the sums of an equation, one for each operand, and why each one stays exact."""
+    if (summed := over_axes(node.equation)) is None:
+        return
+    params = node.equation.params
+    described: Sequence[Any] = node.equation.invars
+    terms = node.operands
+    if is_over_rows(node.equation):  # the operands are those of a contraction
+        described, terms = node.equation.outvars, node.results
+    is_placed = node.equation.primitive.name == "reshard"  # zeros would lie elsewhere
+    for atom, origin, result in zip(described, terms, node.results, strict=True):
+        each = Sum(
+            *summed,
+            equations.shape_of(atom),
+            equations.dtype_of(atom),
+            equations.place(node.equation),
+            node.scopes,
+            differentiation_of(node.scopes),
+            _origin(node, origin, is_continued=not continued.isdisjoint(result.sums)),
+        )
+        why = selection.why_exact(each, params)
+        if origin.number == 0 and why in _OF_ANYTHING and not is_placed:
+            why = ZEROS
+        elif origin.kind == Kind.MIXED and why == NO_GRADIENT["other"]:
+            why = MIXED
+        # Contractions that stay with the compiler are none of its sums, but for gradients.
+        if (unsplit := params.get("why_exact")) is None or why == unsplit:
+            yield each, why
+
+
+def _origin(node: Node, terms: Origin, *, is_continued: bool) -> SumOrigin:
+    """Return the origin of the terms of a sum, as users read it."""
+    if differentiation_of(node.scopes) == "forward":
+        return "forward"
+    if is_continued:
+        return "backward"
+    kinds: dict[Kind, SumOrigin] = {Kind.GRADIENT: "gradient", Kind.FORWARD: "forward"}
+    return kinds.get(terms.kind, "other")
+
+
+def flat(
+    program: Program,
+    call: int,
+    names: dict[Variable, Value],
+    calls: Iterator[int],
+    *,
+    is_mapped: bool,
+    opens_all: bool = False,
+) -> Iterator[Node]:
+    """Yield the equations of a program, and in place of calls that hold sums, those inside.
+
+    Args:
+      program: the program.
+      call: number of this call of it.
+      names: values of inputs and outputs of the calls; filled here.
+      calls: numbers of further calls.
+      is_mapped: whether it is inside of a map over devices.
+      opens_all: whether calls are opened whose settings count, since the caller takes them over.
+    """
+    for node in program.nodes:
+        equation = node.equation
+        inputs = tuple(value_of(each, call, names) for each in equation.invars)
+        is_call = opens_all or inner.is_call(equation, is_mapped)
+        if not (node.holds_target and is_call):
+            outputs = tuple(Variable(var, call) for var in equation.outvars)
+            yield from _without_zeros(dataclasses.replace(node, inputs=inputs, outputs=outputs))
+            continue
+        (called,) = node.programs
+        number, opened = next(calls), called.opened
+        variables = (Variable(var, number) for var in (*opened.constvars, *opened.invars))
+        names.update(zip(variables, (*map(Constant, called.constants), *inputs), strict=True))
+        yield from flat(called, number, names, calls, is_mapped=is_mapped)
+        names.update(
+            (Variable(var, call), value_of(out, number, names))
+            for var, out in zip(equation.outvars, opened.outvars, strict=True)
+        )
+
+
+def _without_zeros(node: Node) -> Iterator[Node]:
+    """Yield sums of zeros apart from others."""
+    is_zero = [why == ZEROS for _, why in node.sums]
+    if len(set(is_zero)) < 2:
+        yield node
+        return
+    for kept in (True, False):
+        places = [i for i, each in enumerate(is_zero) if each == kept]
+
+        def of_kind(values: Sequence[Any], places: Sequence[int] = places) -> tuple[Any, ...]:
+            return tuple(values[i] for i in places)
+
+        invars, outvars = (list(of_kind(e)) for e in (node.equation.invars, node.equation.outvars))
+        yield dataclasses.replace(
+            node,
+            equation=node.equation.replace(invars=invars, outvars=outvars),
+            sums=of_kind(node.sums),
+            inputs=of_kind(node.inputs),
+            outputs=of_kind(node.outputs),
+        )
+
+
+def kept_apart(nodes: Sequence[Node]) -> list[Node]:
+    """Keep small sums exact that large ones need: they would wait, and split these into groups."""
+    needed: set[Value] = set()  # by a sum to compress
+    found = []
+    for node in reversed(nodes):
+        is_needed = not needed.isdisjoint(node.outputs)
+        if node.may_join and is_needed:
+            sums = tuple((each, f"{why}, and a large one needs it") for each, why in node.sums)
+            node = dataclasses.replace(node, sums=sums)
+        if node.is_target or node.holds_target or is_needed:
+            needed.update(node.inputs)
+        found.append(node)
+    return found[::-1]
+
+
+def value_of(atom: Any, call: int, names: Mapping[Variable, Value]) -> Value:
+    """Return the value of an input of an equation, or of an output of a program."""
+    if isinstance(atom, Literal):
+        return Constant(atom.val)
+    variable = Variable(atom, call)
+    return names.get(variable, variable)
