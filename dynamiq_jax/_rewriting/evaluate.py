@@ -1,6 +1,7 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,11 +84,8 @@ class Evaluator:
                 behind = order.last_token()
         return [read(each) for each in schedule.outputs]
 
-    def _body(self, schedule: EvaluationSchedule) -> inner.Body:
-        return lambda key, *values: self.run(schedule, key, *values)
-
     def _enter(self, step: Enter, key: Array | None, values: list[Any]) -> Sequence[Any]:
-        bodies = [self._body(program) for program in step.programs]
+        bodies = [functools.partial(self.run, program) for program in step.programs]
 
         def make(*values: Any) -> Sequence[Any]:
             return inner.make_anew(step.equation, step.scopes, bodies, key, values)
@@ -101,10 +99,9 @@ class Evaluator:
         self, group: Reduce, operands: Sequence[Any], key: Array | None
     ) -> tuple[list[Any], Metrics]:
         """Reduce the operands of a group in one compressed collective, and return its metrics."""
-        names = group.members[0].description.axes
         over = self.over(group)
         tree = group.by_path(operands)
-        if further := tuple(name for name in names if name not in over):
+        if further := tuple(name for name in group.axes if name not in over):
             exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
             tree = group.by_path(exactly)
 
@@ -119,10 +116,10 @@ class Evaluator:
             outcome = run(collective, tree, of_group, request)
             return outcome.tree, outcome.metrics
 
-        if (workers := group.members[0].workers) is not None:
+        if group.workers is not None:
             results = group.by_path(each.result.var for each in group.members)
             parts = group.by_path(each.part for each in group.members)
-            totals, metrics = unreduced.reduced(compressed, tree, results, workers, parts)
+            totals, metrics = unreduced.reduced(compressed, tree, results, group.workers, parts)
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals, metrics = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
@@ -133,34 +130,28 @@ class Evaluator:
 
     def over(self, group: Reduce) -> tuple[str, ...]:
         """Return the axes of a group over which its collective is, slowest first."""
-        names = group.members[0].description.axes
-        return tuple(name for name in self.selection.axes if name in names)
+        return tuple(name for name in self.selection.axes if name in group.axes)
 
     def specs_of(self, group: Reduce) -> Any:
-        """Return the specs of the terms of a group: one for all, or those of each leaf.
-
-        None: none is needed.
+        """Return the specs of the terms of a group: one for all, those of each leaf, or None.
 
         Raises:
           MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
             given nor known.
         """
-        members = group.members
-        specs = self.request.specs
+        members, specs, whole = group.members, self.request.specs, PartitionSpec()
         if callable(specs):
-            return group.by_path([each.sent_spec(specs(each.description)) for each in members])
-        known = [each.spec for each in members]
+            return group.by_path(each.sent_spec(specs(each.description)) for each in members)
         if specs is not None:
             return specs
-        if members[0].workers is not None:  # the compiler gathers terms that are split otherwise
-            whole = PartitionSpec()
+        if group.workers is not None:  # the compiler gathers terms that are split otherwise
             return group.by_path(each.sent_spec(each.spec or whole) for each in members)
         if not group.automatic:
             typed = [each.typed_spec for each in members]
-            return group.by_path(typed) if any(s != PartitionSpec() for s in typed) else None
+            return group.by_path(typed) if any(spec != whole for spec in typed) else None
         if any(each.spec is None for each in members if each.why_exact is None):
             raise unknown_specs(group.automatic)
-        return group.by_path(known)
+        return group.by_path(each.spec for each in members)
 
 
 def _in_order(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -51,12 +50,10 @@ class Waiting:
             self.sums[member.result], self.nodes[member.result] = member, node
 
     def in_front(self, node: Node, waiting: Collection[Value]) -> Compute | None:
-        """Replace the sums that an equation needs by the one of its results, and return the step
-        of the equation, which is of terms then; None if it has to wait, too.
+        """Replace sums that wait by the one of the results of an equation that needs them, and
+        return the step of the equation, which is of terms then; None if it has to wait, too.
 
-        Args:
-          node: equation that needs a sum that waits.
-          waiting: values that are not available.
+        Values that are `waiting` are not available.
         """
         name, keys = node.equation.primitive.name, _linear_inputs(node)
         if not keys or any(self.uses[key] > 1 for key in keys):
@@ -128,9 +125,7 @@ def _linear_inputs(node: Node) -> Sequence[Value]:
     if name in _CONSTRAINTS and not node.sums:
         return keys
     if name == "pad":
-        value, padding = keys
-        is_zero = isinstance(padding, Constant) and _is_number(padding) and not padding.value
-        return (value,) if is_zero else ()
+        return keys[:1] if node.operands[1].number == 0 else ()
     if name in _OF_ONE and len(keys) == 1:
         return keys
     # Terms of 16 bits may be too small to be divided.
@@ -162,14 +157,6 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     if function is None:
         return equations.evaluated(node.equation)
     return lambda *values: [function(*equations.with_literals(node.equation, values))]
-
-
-def _is_number(key: Value) -> bool:
-    """Return whether a value is a constant number."""
-    if not isinstance(key, Constant) or isinstance(key.value, jax.core.Tracer):
-        return False
-    is_key = jnp.issubdtype(jnp.result_type(key.value), jax.dtypes.extended)
-    return np.ndim(key.value) == 0 and not is_key
 
 
 def resized(
@@ -225,18 +212,17 @@ def totals_of_turns(
     uses: Mapping[Value, int],
     carried: Mapping[int, int],
 ) -> dict[Value, int]:
-    """Return the inputs of a loop's body to which each turn may only add terms of a sum.
+    """Return the inputs of a loop's body to which each turn may only add terms of a sum, with the
+    numbers of the outputs that replace them.
 
     Args:
       nodes: equations of the body.
       inputs: inputs of the body.
       uses: number of uses of each value.
       carried: inputs that the next turn takes, by the numbers of outputs that begin at zero.
-
-    Returns:
-      Numbers of the outputs, by the inputs that they replace.
     """
-    sums: set[Value] = {inputs[place] for place in carried.values() if uses[inputs[place]] == 1}
+    totals = {inputs[place]: number for number, place in carried.items()}
+    sums: set[Value] = {value for value in totals if uses[value] == 1}
     added: set[Value] = set()
     for node in nodes:
         linear = _linear_inputs(node)
@@ -246,7 +232,5 @@ def totals_of_turns(
         if is_linear and node.equation.primitive.name in _OF_SEVERAL:
             added.update(linear)
     return {
-        inputs[place]: number
-        for number, place in carried.items()
-        if uses[inputs[place]] == 1 and inputs[place] in added
+        value: number for value, number in totals.items() if uses[value] == 1 and value in added
     }

@@ -15,8 +15,10 @@ from dynamiq_jax._rewriting.nodes import Program
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
-# A program that has a schedule, as a function of the key and its inputs.
-Body = Callable[..., list[Any]]
+# Programs that have a schedule, as functions of the key and their inputs.
+Bodies = Sequence[Callable[..., list[Any]]]
+Key = Array | None  # for all sums, if the user has given one
+Values = Sequence[Any]
 
 
 # Calls whose program can stand in place of the call. Rules of differentiation are lost with it:
@@ -50,7 +52,8 @@ def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
 
 def programs_of(equation: Equation) -> list[Program]:
     """Return the programs of an equation, of any kind."""
-    if parts := _PARTS.get(equation.primitive.name):
+    if equation.primitive.name in _KINDS:
+        parts, _ = _KINDS[equation.primitive.name]
         return parts(equation)
     programs = equations.programs_in(equation)
     if equation.primitive.name in _CALLS:
@@ -62,23 +65,9 @@ def _all_inputs(equation: Equation) -> Sequence[int]:
     return range(len(equation.invars))
 
 
-def make_anew(
-    equation: Equation,
-    scopes: str,
-    bodies: Sequence[Body],
-    key: Array | None,
-    values: Sequence[Any],
-) -> Sequence[Any]:
-    """Evaluate an equation with other programs in place of its own.
-
-    Args:
-      equation: the equation.
-      scopes: names of the scopes around it, its own ones included.
-      bodies: the programs, in the order of `programs_of`.
-      key: PRNG key for all sums, if the user has given one.
-      values: inputs.
-    """
-    make = _FUNCTIONS[equation.primitive.name]
+def make_anew(equation: Equation, scopes: str, bodies: Bodies, key: Key, values: Values) -> Values:
+    """Evaluate an equation with other programs in place of its own, in the scopes around it."""
+    _, make = _KINDS[equation.primitive.name]
     with jax.named_scope(scopes) if scopes else jax.named_scope("compress"):
         return make(equation, bodies, key, values)
 
@@ -90,9 +79,7 @@ def _map_parts(equation: Equation) -> list[Program]:
     return [Program(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
 
 
-def _make_map(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_map(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     params = equation.params
     return jax.shard_map(
         lambda key, *values: tuple(bodies[0](key, *values)),
@@ -121,9 +108,7 @@ def _scan_parts(equation: Equation) -> list[Program]:
     ]
 
 
-def _make_scan(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_scan(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     params = equation.params
     first, carried = equations.scan_counts(equation)
     last = first + carried
@@ -161,9 +146,7 @@ def _while_parts(equation: Equation) -> list[Program]:
     ]
 
 
-def _make_while(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_while(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     first = equation.params["cond_nconsts"]
     last = first + equation.params["body_nconsts"]
     condition, body = bodies
@@ -179,9 +162,7 @@ def _cond_parts(equation: Equation) -> list[Program]:
     return [Program(branch, inputs=inputs) for branch in equation.params["branches"]]
 
 
-def _make_cond(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_cond(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     index, *operands = values
     branches = [lambda *operands, body=body: body(key, *operands) for body in bodies]
     platforms = equation.params.get("branches_platforms")
@@ -207,9 +188,7 @@ def _remat_parts(equation: Equation) -> list[Program]:
     ]
 
 
-def _make_remat(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_remat(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     # jax.checkpoint would mark it as not differentiated: XLA would share what it computes again.
     traced = jax.make_jaxpr(lambda *values: bodies[0](key, *values))(*values)
     program, constants = equations.with_leading_constants(traced)
@@ -229,9 +208,7 @@ def _jit_parts(equation: Equation) -> list[Program]:
     ]
 
 
-def _make_jit(
-    equation: Equation, bodies: Sequence[Body], key: Array | None, values: Sequence[Any]
-) -> Sequence[Any]:
+def _make_jit(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
     params = equation.params
 
     def placed(part: str) -> tuple[Sharding | None, ...]:
@@ -251,34 +228,26 @@ def _make_jit(
     )(*values)
 
 
-_PARTS: dict[str, Callable[[Equation], list[Program]]] = {
-    "shard_map": _map_parts,
-    "scan": _scan_parts,
-    "while": _while_parts,
-    "cond": _cond_parts,
-    "remat2": _remat_parts,
-    "checkpoint": _remat_parts,
-    "jit": _jit_parts,
-    "pjit": _jit_parts,
-}
-_FUNCTIONS: dict[
-    str, Callable[[Equation, Sequence[Body], Array | None, Sequence[Any]], Sequence[Any]]
+_KINDS: dict[
+    str,
+    tuple[
+        Callable[[Equation], list[Program]],
+        Callable[[Equation, Bodies, Key, Values], Values],
+    ],
 ] = {
-    "shard_map": _make_map,
-    "scan": _make_scan,
-    "while": _make_while,
-    "cond": _make_cond,
-    "remat2": _make_remat,
-    "checkpoint": _make_remat,
-    "jit": _make_jit,
-    "pjit": _make_jit,
+    "shard_map": (_map_parts, _make_map),
+    "scan": (_scan_parts, _make_scan),
+    "while": (_while_parts, _make_while),
+    "cond": (_cond_parts, _make_cond),
+    **dict.fromkeys(("remat2", "checkpoint"), (_remat_parts, _make_remat)),
+    **dict.fromkeys(("jit", "pjit"), (_jit_parts, _make_jit)),
 }
 
 
 def check_known(equation: Equation) -> None:
     """Raise ValueError for an equation of a kind that cannot be made anew."""
     name = equation.primitive.name
-    if name not in _PARTS:
+    if name not in _KINDS:
         raise ValueError(
             f"The step has a sum to compress inside of {name!r}, from {equations.place(equation)}. "
             "dq.compress cannot replace it there. Leave it exact with only=, or write the sum with "

@@ -114,7 +114,7 @@ def made(
     `inputs`.
     """
     name = equation.primitive.name
-    if not (is_inexact(variable) or (name in _KEEPING and _is_integer(variable))):
+    if not (is_inexact(variable) or (name in _KEEPING and _is_of(variable, jnp.integer))):
         return Origin(Kind.CONSTANT)
     if name in _KEEPING:
         floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
@@ -211,21 +211,20 @@ def _is_zero(is_quotient: bool, first: float | None, second: float | None) -> bo
 
 def is_inexact(atom: Any) -> bool:
     """Return whether a value is floating or complex."""
-    return _is_of(getattr(atom.aval, "dtype", None), jnp.inexact)
+    return _is_of(atom, jnp.inexact)
 
 
 def is_real(atom: Any) -> bool:
     """Return whether a value is floating or an integer."""
-    return _is_of(getattr(atom.aval, "dtype", None), jnp.floating) or _is_integer(atom)
+    return _is_of(atom, jnp.floating) or _is_of(atom, jnp.integer)
 
 
-def _is_integer(atom: Any) -> bool:
-    return _is_of(getattr(atom.aval, "dtype", None), jnp.integer)
+def _is_of(atom: Any, kind: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)  # tokens have none
+    return dtype is not None and _is_subtype(dtype, kind)
 
 
-@functools.cache
-def _is_of(dtype: Any, kind: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, kind)
+_is_subtype = functools.cache(jnp.issubdtype)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

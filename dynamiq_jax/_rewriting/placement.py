@@ -5,6 +5,7 @@ parameter is updated. So the spec of one is that of the other, if it can be seen
 an argument, of a function that is jitted, or of `with_sharding_constraint`.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
@@ -42,15 +43,10 @@ class Placement:
             self._specs.setdefault(values[number], set()).add(spec)
 
     def spec(self, value: Value, axes: Iterable[str]) -> PartitionSpec | None:
-        """Return the spec of a value over some axes; None if it is not known, or not the only one.
-
-        Args:
-          value: the value.
-          axes: names of the axes that count.
-        """
+        """Return the only spec of a value over some axes that is known; None if there is none."""
         kept = set(axes)
         if (typed := _spec_of_type(value)) is not None:
-            return _trimmed(over(typed, kept))
+            return equations.trimmed(over(typed, kept))
         found = self._known(value, kept) or {
             spec
             for part, whole, cut in self._cuts
@@ -60,16 +56,6 @@ class Placement:
         }
         return found.pop() if len(found) == 1 else None
 
-    def _known(self, value: Value, axes: Collection[str]) -> set[PartitionSpec]:
-        """Return the specs that are known of a value, or of others that lie as it does."""
-        root = self._root(value)
-        return {
-            _trimmed(over(spec, axes))
-            for key, specs in self._specs.items()
-            if self._root(key) == root
-            for spec in specs
-        }
-
     def scattered(self, value: Value, axis: str) -> int | None:
         """Return the dimension of a value that an axis alone splits; None if there is none."""
         spec = self.spec(value, [axis])
@@ -77,7 +63,8 @@ class Placement:
 
     def specs(self, values: Sequence[Value]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""
-        axes = {axis for specs in self._specs.values() for spec in specs for axis in _axes_of(spec)}
+        specs = itertools.chain.from_iterable(self._specs.values())
+        axes = {axis for spec in specs for dimension in spec for axis in names_of(dimension)}
         found = ((i, self.spec(value, axes)) for i, value in enumerate(values))
         return {i: spec for i, spec in found if spec is not None}
 
@@ -103,6 +90,16 @@ class Placement:
             if node.equation.primitive.name == "sharding_constraint" and sharding is not None:
                 self.learn([output], specs_of_shardings([sharding]))
 
+    def _known(self, value: Value, axes: Collection[str]) -> set[PartitionSpec]:
+        """Return the specs that are known of a value, or of others that lie as it does."""
+        root = self._root(value)
+        return {
+            equations.trimmed(over(spec, axes))
+            for key, specs in self._specs.items()
+            if self._root(key) == root
+            for spec in specs
+        }
+
     def _root(self, value: Value) -> Value:
         while (parent := self._parents.get(value, value)) != value:
             self._parents[value] = self._parents.get(parent, parent)  # halves the way next time
@@ -115,18 +112,5 @@ def _spec_of_type(value: Value) -> PartitionSpec | None:
     if isinstance(value, Constant):
         return None
     sharding = getattr(value.var.aval, "sharding", None)
-    if sharding is None or not sharding.mesh.explicit_axes:
-        return None
-    return equations.typed_spec(value.var)
-
-
-def _axes_of(spec: PartitionSpec) -> Iterable[str]:
-    return (axis for dimension in spec for axis in names_of(dimension))
-
-
-def _trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """Return a spec without dimensions at its end that are not split."""
-    dimensions = list(spec)
-    while dimensions and dimensions[-1] is None:
-        dimensions.pop()
-    return PartitionSpec(*dimensions)
+    is_explicit = sharding is not None and sharding.mesh.explicit_axes
+    return equations.typed_spec(value.var) if is_explicit else None

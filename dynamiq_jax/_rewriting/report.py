@@ -119,14 +119,12 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     described = [
         jax.ShapeDtypeStruct(each.sent_shape, each.description.dtype) for each in group.members
     ]
-    tree = group.by_path(described)
-    plan = _plan_of(group, tree, evaluator)
+    plan = _plan_of(group, group.by_path(described), evaluator)
     whys = dict(plan.exact)
     axes = plan.collective.axes
     parts = [plan.shards.local(i, leaf) for i, leaf in enumerate(described)]
-    operation = group.members[0].description.operation
-    before = [_bytes_before(operation, axes, part) for part in parts]
-    exactly = {i: _exact_bytes(operation, axes, part) for i, part in enumerate(parts)}
+    before = [_bytes_before(group.operation, axes, part) for part in parts]
+    exactly = {i: _exact_bytes(group.operation, axes, part) for i, part in enumerate(parts)}
     compressed: dict[int, float] = collections.defaultdict(float)
     for bucket in plan.buckets:
         sent = _bucket_bytes(group, bucket, axes, evaluator.request.estimates)
@@ -147,32 +145,26 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
 
 
 def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
-    over = evaluator.over(group)
-    workers = group.members[0].workers
-    mesh = (workers.mesh if workers else group.mesh) or jax.sharding.get_abstract_mesh()
+    over: Any = evaluator.over(group)
+    mesh = group.workers.mesh if group.workers else group.mesh
+    mesh = mesh or jax.sharding.get_abstract_mesh()
     specs = evaluator.specs_of(group)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
-        sizes: Any = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
-        request = evaluator.request.with_specs(None)
-        return plan_without_arrays(tree, sizes, request, collective=group.collective)
-    return plan_without_arrays(
-        tree,
-        over,
-        evaluator.request.with_specs(specs),
-        mesh=mesh,
-        collective=group.collective,
-    )
+        over = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
+        mesh = specs = None
+    request = evaluator.request.with_specs(specs)
+    return plan_without_arrays(tree, over, request, mesh=mesh, collective=group.collective)
 
 
 def _bucket_bytes(group: Reduce, bucket: Bucket, axes: Axes, estimates: bool) -> int:
     """Count the bytes that each worker sends over the slow axis for a bucket."""
-    operation, topology = group.members[0].description.operation, bucket.call.topology
-    if operation == "psum":
+    if group.operation == "psum":
         return bucket.bytes_sent + (sample_bytes(bucket, axes) if estimates else 0)
-    cost = bucket.method.wire_cost(dataclasses.replace(bucket.call, collective=operation))
-    match operation:
+    cost = bucket.method.wire_cost(dataclasses.replace(bucket.call, collective=group.operation))
+    match group.operation:
         case "psum_scatter":
-            return cost.statistics_bytes + topology.bytes_scattered(cost, axes.slow.size)
+            scattered = bucket.call.topology.bytes_scattered(cost, axes.slow.size)
+            return cost.statistics_bytes + scattered
         case "all_gather":
             return cost.statistics_bytes + (axes.slow.size - 1) * cost.payload_bytes
 

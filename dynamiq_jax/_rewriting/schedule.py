@@ -200,10 +200,9 @@ class _Scheduler:
                 if equations.shape_of(atoms[i]) == equations.shape_of(inside[i])
             }
 
-        given = [(node.equation.invars[i], node.inputs[i]) for i in part.inputs or ()]
-        before = specs(
-            [atom for atom, _ in given], part.opened.invars, [value for _, value in given]
-        )
+        numbers = part.inputs or ()
+        atoms, values = ([e[i] for i in numbers] for e in (node.equation.invars, node.inputs))
+        before = specs(atoms, part.opened.invars, values)
         after = {}
         if part.has_outputs:
             after = specs(node.equation.outvars, part.opened.outvars, node.outputs)
@@ -232,22 +231,17 @@ class _Scheduler:
                 continue
             moved: list[Member] = []
             exact: list[KeptSum] = []  # of the moved ones
-            here: dict[int, tuple[Node, list[KeptSum]]] = {}
+            here: dict[Node, list[KeptSum]] = {}
             for node, member in of_kind:
                 kept = _kept([(member.description, member.why_exact)], node, program)
                 if is_of(node, member):
-                    here.setdefault(id(node), (node, []))[1].extend(kept)
+                    here.setdefault(node, []).extend(kept)
                 else:
                     moved.append(member)
                     exact.extend(kept)
             if moved:
                 yield summed_exactly(moved, exact)
-            yield from itertools.starmap(as_it_is, here.values())
-
-    def _output(self, member: Member) -> int | None:
-        """Return the number of the output that a sum is; None if it is used otherwise, too."""
-        is_output = self._uses[member.result] == 1 and member.result in self._outputs
-        return self._outputs.index(member.result) if is_output else None
+            yield from itertools.starmap(as_it_is, here.items())
 
     def _placed(self, member: Member) -> Member:
         """Return a sum with what is known of where its result lies."""
@@ -267,14 +261,13 @@ class _Scheduler:
         return member.split_over({name: sizes[name] for name in fast if name in sizes})
 
     def _can_leave(self, member: Member, totals: Collection[int]) -> bool:
-        """Return whether the caller can do a sum: a result, and nothing else.
-
-        Args:
-          member: the sum.
-          totals: carried outputs that may be sums.
+        """Return whether the caller can do a sum: a result, and nothing else. Carried outputs in
+        `totals` may be sums, too.
         """
-        output = self._output(member)
-        if output is None or member.description.operation != "psum":
+        if self._uses[member.result] > 1 or member.result not in self._outputs:
+            return False
+        output = self._outputs.index(member.result)
+        if member.description.operation != "psum":
             return False
         if output not in self._program.leaving and output not in totals:
             return False

@@ -17,7 +17,7 @@ from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Node, Value, Variable
 from dynamiq_jax._rewriting.rows import WorkerAxis
-from dynamiq_jax._rewriting.sums import Sum, is_over_rows
+from dynamiq_jax._rewriting.sums import Operation, Sum, is_over_rows
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Equation
 
@@ -164,12 +164,26 @@ class Reduce:
         """
         return collections.OrderedDict((f"sum_{i}", value) for i, value in enumerate(values))
 
+    @property
+    def operation(self) -> Operation:
+        """Operation of its sums."""
+        return self.members[0].description.operation
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of its sums."""
+        return self.members[0].description.axes
+
+    @property
+    def workers(self) -> WorkerAxis | None:
+        """Workers of its sums, if the compiler places them."""
+        return self.members[0].workers
+
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
         params = self.members[0].params
-        # Terms of rows are in the order in which the program makes them.
-        last_first = self.members[0].workers is None
-        match self.members[0].description.operation:
+        last_first = self.workers is None  # terms of rows are in the order of the program
+        match self.operation:
             case "psum":
                 return AllReduce(axes, last_first=last_first)
             case "psum_scatter":

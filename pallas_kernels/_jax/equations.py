@@ -2,7 +2,7 @@
 
 import collections
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -218,7 +218,12 @@ def typed_spec(atom: Any) -> jax.sharding.PartitionSpec:
 
     Dimensions at its end that are not split are left out, and so is all but the dimensions.
     """
-    parts = list(compat.partitions(_spec(atom) or jax.sharding.PartitionSpec()))
+    return trimmed(compat.partitions(_spec(atom) or jax.sharding.PartitionSpec()))
+
+
+def trimmed(dimensions: Iterable[Any]) -> jax.sharding.PartitionSpec:
+    """Return the spec of dimensions without those at its end that are not split."""
+    parts = list(dimensions)
     while parts and parts[-1] is None:
         parts.pop()
     return jax.sharding.PartitionSpec(*parts)
