@@ -15,11 +15,9 @@ from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
-from dynamiq_jax._inspection.checks import check_program
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
-from dynamiq_jax._inspection.evidence import Traced
-from dynamiq_jax._inspection.findings import Finding
-from dynamiq_jax._inspection.hlo import ProgramError
+from dynamiq_jax._inspection.findings import Evidence, Finding
+from dynamiq_jax._inspection.hlo import ProgramError, check_program
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
 from pallas_kernels import operations
@@ -116,10 +114,9 @@ class Doctor:
             return Inspection((), (finding,), is_compiled=False)
         inspection = inspect_text(
             step.text or "",
-            Traced(records=tuple(step.records)),
+            Evidence(records=tuple(step.records), workers=self.workers),
             meshes=meshes,
             devices_per_host=self.devices_per_host,
-            workers=self.workers,
         )
         inspection = dataclasses.replace(inspection, steps=tuple(step.records.steps))
         if step.text is None and not inspection.findings:
@@ -141,12 +138,8 @@ class Doctor:
             )
         try:
             check_program(text)
-            return inspect_text(
-                text,
-                meshes=meshes,
-                devices_per_host=self.devices_per_host,
-                workers=self.workers,
-            )
+            known = Evidence(workers=self.workers)
+            return inspect_text(text, known, meshes=meshes, devices_per_host=self.devices_per_host)
         except ProgramError as error:
             why = str(error)
         except Exception as error:  # a damaged text ends in any kind

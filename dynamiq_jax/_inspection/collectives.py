@@ -16,11 +16,12 @@ from dynamiq_jax._inspection.hlo import (
     HloComputation,
     HloInstruction,
     HloProgram,
+    Place,
     ProgramError,
+    SourcePlaces,
     arrays_of,
     parts_of,
 )
-from dynamiq_jax._inspection.places import Place, SourcePlaces
 
 
 class _Traffic(NamedTuple):

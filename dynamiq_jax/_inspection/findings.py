@@ -1,5 +1,6 @@
 """Mistakes in a train step that make compression useless or wrong, each with a remedy."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,31 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
-from dynamiq_jax._inspection.evidence import Evidence
-from dynamiq_jax._inspection.flow import SentLeaf
+from dynamiq_jax._inspection.flow import Flow, SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
 _SMALL = 2**12  # bytes: losses, norms and metrics
+
+
+class Argument(NamedTuple):
+    """Array that a train step is called with."""
+
+    path: str
+    shape: tuple[int, ...]
+    split_over: tuple[str, ...]  # axes of the mesh, of more than one device
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """Facts about a train step. A text alone shows its collectives."""
+
+    collectives: tuple[CompiledCollective, ...] = ()
+    records: tuple[TracedCollective, ...] = ()  # of collectives of this library
+    arguments: tuple[Argument, ...] = ()
+    flow: Flow | None = None  # of the sums of the records; None if not known
+    workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said
 
 
 class Finding(NamedTuple):
@@ -55,10 +74,9 @@ def _one_worker(known: Evidence) -> Iterator[Finding]:
 
 def _double_reduction(known: Evidence) -> Iterator[Finding]:
     for one, (record, names) in _summed_twice(known).items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield Finding(
             "double reduction",
-            f"{_what(one)} sums arrays of the sizes of {', '.join(names[:3])}{more}, which are "
+            f"{_what(one)} sums arrays of the sizes of {_listed(names)}, which are "
             f"also summed over {_spelled(record.axes)}, compressed. Take the exact sum away"
             f"{_by_autodiff(one)}.",
         )
@@ -141,16 +159,15 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
             for (index, why), sent in zip(record.plan.exact, record.exact_bytes, strict=True)
             if "exact_below" in why or "too few" in why
         ]
-        compressed = sum(bucket.bytes_sent for bucket in record.plan.buckets)
+        whole = sum(bucket.bytes_sent for bucket in record.plan.buckets) + sum(record.exact_bytes)
         sent = sum(sent for *_, sent in small)
-        if small and sent > _MANY * (compressed + sum(record.exact_bytes)):
+        if small and sent > _MANY * whole:
             name, why, _ = max(small, key=lambda leaf: leaf[-1])
-            share = sent / (compressed + sum(record.exact_bytes))
             yield Finding(
                 "below the threshold",
                 f"{len(small)} of {len(record.names)} leaves over {_spelled(record.axes)} are "
-                f"summed exactly, {share:.0%} of the bytes: {name or 'tree'}, for example, since "
-                f"{why}. Give dq.Compression(exact_below=0), or join small leaves.",
+                f"summed exactly, {sent / whole:.0%} of the bytes: {name or 'tree'}, for example, "
+                f"since {why}. Give dq.Compression(exact_below=0), or join small leaves.",
             )
 
 
@@ -273,10 +290,13 @@ def _bytes_of(one: SentLeaf, known: Evidence) -> float:
 def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
     """Return the names of some leaves, and the axes of the first."""
     names = [known.records[one.record].names[one.leaf] or "tree" for one in sent]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kind = "Leaf" if len(names) == 1 else "Leaves"
-    axes = known.records[sent[0].record].axes
-    return f"{kind} {', '.join(names[:3])}{more} over {_spelled(axes)}"
+    return f"{kind} {_listed(names)} over {_spelled(known.records[sent[0].record].axes)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _what(one: CompiledCollective) -> str:

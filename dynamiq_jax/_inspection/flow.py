@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dynamiq_jax._plan.recording import marked
+from dynamiq_jax._rewriting.inner import programs_of
+from dynamiq_jax._rewriting.nodes import Program as Part
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation, Program
 
@@ -102,27 +104,24 @@ class _Reading:
         name, params = equation.primitive.name, equation.params
         if name == "name" and (mark := marked(params["name"])):
             return [self._marked(*mark, inputs[0], times)]
-        programs = list(equations.programs_in(equation))
-        if name == "scan":
-            first, carried = equations.scan_counts(equation)
-            last = first + carried
-            parts = inputs[:first], inputs[first:last], inputs[last:]
-            return self._loop(programs[0], *parts, params["length"], times)
-        if name == "while":
-            first = params["cond_nconsts"]
-            last = first + params["body_nconsts"]
-            self.used.update(value.origins for value in inputs[:first])
-            parts = inputs[first:last], inputs[last:], []
-            return self._loop(params["body_jaxpr"], *parts, 1, times)
-        if name == "cond":
-            self.used.add(inputs[0].origins)
-            branches = [self.run(equations.opened(each)[0], inputs[1:], times) for each in programs]
-            return [_either(values) for values in zip(*branches, strict=True)]
-        if len(programs) == 1:
-            called, _ = equations.opened(programs[0])
-            if (len(called.invars), len(called.outvars)) == (len(inputs), len(equation.outvars)):
-                return self.run(called, inputs, times)
-        return [self._result(name, inputs)] * len(equation.outvars)
+        parts = programs_of(equation)
+        if not parts or any(part.inputs is None for part in parts):
+            return [self._result(name, inputs)] * len(equation.outvars)
+        # The condition of a loop, and the number of a branch, are used in another way.
+        conditions = {"while": params.get("cond_nconsts"), "cond": 1}.get(name, 0)
+        self.used.update(value.origins for value in inputs[:conditions])
+        results = [self._inside(part, inputs, times) for part in parts if part.has_outputs]
+        return [_either(values) for values in zip(*results, strict=True)]
+
+    def _inside(self, part: Part, inputs: Sequence[_Value], times: int) -> list[_Value]:
+        """Read a program of an equation with some inputs; return its outputs."""
+        values = [inputs[number] for number in part.inputs or ()]
+        if not part.carried and part.first_of_turn is None:
+            return self.run(part.opened, values, times)
+        last = len(values) if part.first_of_turn is None else part.first_of_turn
+        first = last - len(part.carried)
+        turns = values[:first], values[first:last], values[last:]
+        return self._loop(part.opened, *turns, part.times or 1, times)
 
     def _marked(self, part: str, number: int, leaf: int, value: _Value, times: int) -> _Value:
         if part == "terms":
@@ -159,14 +158,13 @@ class _Reading:
 
     def _loop(
         self,
-        program: Any,
+        body: Program,
         constants: Sequence[_Value],
         first: Sequence[_Value],
         rows: Sequence[_Value],
         length: int,
         times: int,
     ) -> list[_Value]:
-        body, _ = equations.opened(program)
         zeros = [value.is_zero for value in first]
         while True:
             inside = _Reading()

@@ -1,10 +1,15 @@
-"""Text of a compiled program (HLO), as computations of instructions."""
+"""Text of a compiled program (HLO): computations of instructions, and their source lines."""
 
 import dataclasses
+import graphlib
 import math
+import pathlib
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
+
+import pallas_kernels
+from dynamiq_jax._core.text import short_name
+from pallas_kernels._jax.compat import override
 
 _BITS = {"pred": 8}  # of types whose name has no number
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)(e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
@@ -15,6 +20,10 @@ _CALLS = re.compile(
     r"\b(?:calls|to_apply|body|condition|(?:true|false)_computation)=%?([\w.\-]+)"
     r"|\b(?:branch|called)_computations=\{([^}]*)\}"
 )
+
+
+# The caller of a collective is of interest, not the lines of this library.
+_OURS = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(pallas_kernels.__file__).parent))
 
 
 class ProgramError(ValueError):
@@ -143,15 +152,6 @@ class HloProgram:
         return int(value.text) if is_whole else None
 
 
-def heads_and_ends(text: str) -> Iterator[str]:
-    """Yield the name of a computation where it starts, and an empty string where one ends."""
-    for line in text.splitlines():
-        if line.rstrip() == "}":
-            yield ""
-        elif head := _HEAD.match(line):
-            yield head[2]
-
-
 def arrays_of(types: str) -> list[ArrayType]:
     """Return the types of all arrays in the text of a type."""
     return [
@@ -204,3 +204,134 @@ def _origin(computation: HloComputation, name: str) -> HloInstruction:
     while value.opcode in ("bitcast", "convert", "copy"):
         value = computation[value.operands[0]]
     return value
+
+
+def check_program(text: str) -> None:
+    """Raise ProgramError for a text that is not all of a program.
+
+    A part of a program would show a part of its collectives, and none of its mistakes.
+
+    Args:
+      text: text of an optimized HLO program.
+
+    Raises:
+      ProgramError: the text is cut off, instructions or computations are missing, or a computation
+        calls itself.
+    """
+    _check_ends(text)
+    try:
+        program = HloProgram(text)
+    except (ValueError, IndexError) as error:
+        raise ProgramError(f"an instruction is damaged: {error}.") from None
+    if not program.entry:
+        raise ProgramError("the text is cut off: it has no ENTRY computation.")
+    for name, computation in program.computations.items():
+        _check_instructions(name, computation)
+        for line in computation.values():
+            for callee in line.callees:
+                if callee not in program.computations:
+                    raise ProgramError(
+                        f"the computation {callee!r} is missing, which {line.name!r} of {name!r} "
+                        "calls."
+                    )
+    _check_calls(program)
+
+
+def _check_ends(text: str) -> None:
+    """Raise ProgramError for a computation without its closing brace."""
+    current = ""
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head and current:
+            break
+        if head or line.rstrip() == "}":
+            current = head[2] if head else ""
+    if current:
+        raise ProgramError(
+            f"the text is cut off: the computation {current!r} has no closing brace."
+        )
+
+
+def _check_instructions(name: str, computation: HloComputation) -> None:
+    """Raise ProgramError for a computation without a root, or an operand without its line."""
+    if not any(line.is_root for line in computation.values()):
+        raise ProgramError(f"lines are missing: the computation {name!r} has no ROOT.")
+    for line in computation.values():
+        missing = [operand for operand in line.operands if operand not in computation]
+        if missing:
+            raise ProgramError(
+                f"lines are missing: {line.name!r} of {name!r} takes {missing[0]!r}, which is not "
+                "there."
+            )
+
+
+def _check_calls(program: HloProgram) -> None:
+    """Raise ProgramError for a computation that calls itself, directly or by others."""
+    graph = {
+        name: {callee for line in computation.values() for callee in line.callees}
+        for name, computation in program.computations.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        raise ProgramError(f"the computation {error.args[1][0]!r} calls itself.") from None
+
+
+class Place(NamedTuple):
+    """Line of a file."""
+
+    file: str
+    line: int
+    column: int
+
+    @property
+    def key(self) -> str:
+        """Full path, line and column."""
+        return f"{self.file}:{self.line}:{self.column}"
+
+    @override
+    def __str__(self) -> str:
+        return f"{short_name(self.file)}:{self.line}"
+
+
+class SourcePlaces:
+    """Table of the source lines of a program, which its text opens with."""
+
+    def __init__(self, text: str):
+        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
+        lines = {
+            number: Place(files[file], int(line), int(column))
+            for number, file, line, column in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+) .*?column=(\d+)",
+                _section(text, "FileLocations"),
+                re.M,
+            )
+        }
+        frames = re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?\}",
+            _section(text, "StackFrames"),
+            re.M,
+        )
+        self._frames = {
+            int(number): (lines[location], int(parent or 0)) for number, location, parent in frames
+        }
+        # Some versions of XLA number parents from 1, and the first frame has none.
+        self._shift = 1 if self._frames.get(1, (None, 0))[1] == 1 else 0
+
+    def of(self, attributes: str) -> Place | None:
+        """Return the line outside of this library that an instruction comes from, if known."""
+        match = re.search(r"stack_frame_id=(\d+)", attributes)
+        frame = int(match[1]) if match else 0
+        while frame in self._frames:
+            place, parent = self._frames[frame]
+            if not place.file.startswith(_OURS):
+                return place
+            frame = parent - self._shift if parent - self._shift < frame else 0
+        if line := re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes):
+            return Place(line[1], int(line[2]), 0)
+        return None
+
+
+def _section(text: str, title: str) -> str:
+    match = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+    return match[1] if match else ""

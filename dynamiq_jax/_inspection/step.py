@@ -15,8 +15,7 @@ from dynamiq_jax._core import MistakeError, check_integer
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from dynamiq_jax._inspection.evidence import Argument, Evidence, Traced
-from dynamiq_jax._inspection.findings import Finding, findings
+from dynamiq_jax._inspection.findings import Argument, Evidence, Finding, findings
 from dynamiq_jax._inspection.flow import flow_of
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._plan.recording import recording
@@ -83,13 +82,11 @@ def inspect(
     compiled = lowered.compile()
     inspection = inspect_text(
         compiled.as_text(),
-        Traced(
-            written=lowered.as_text("hlo", debug_info=True),
-            records=tuple(records),
-            arguments=tuple(_arguments((args, kwargs))),
-            flow=flow,
-        ),
-        meshes=_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
+        Evidence(records=tuple(records), arguments=tuple(_arguments((args, kwargs))), flow=flow),
+        meshes=[
+            *_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
+            *_meshes_of_text(lowered.as_text("hlo", debug_info=True)),
+        ],
         devices_per_host=devices_per_host,
     )
     return dataclasses.replace(inspection, steps=tuple(records.steps))
@@ -97,28 +94,25 @@ def inspect(
 
 def inspect_text(
     text: str,
-    traced: Traced = Traced(),
+    known: Evidence = Evidence(),
     *,
     meshes: Iterable[Mesh | Mapping[str, int]] = (),
     devices_per_host: int | None = None,
-    workers: Iterable[str] = (),
 ) -> Inspection:
-    """Inspect a compiled program.
+    """Inspect the text of an optimized HLO program.
 
     Args:
-      text: text of the optimized HLO program.
-      traced: what tracing the step shows; nothing for a text alone.
+      text: the text.
+      known: facts that the text does not have.
       meshes: meshes that the program may be on, beside those of the records. The largest is taken.
       devices_per_host: see `inspect`.
-      workers: axes of workers, where no record says them.
     """
-    of_records = [dict(record.mesh) for record in traced.records]
-    candidates = [*meshes, *of_records, *_meshes_of_text(traced.written)]
+    candidates = [*meshes, *(dict(record.mesh) for record in known.records)]
     count = max(map(_size, candidates), default=0)
     whole = [mesh for mesh in candidates if _size(mesh) == count]
     mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
-    known = Evidence(collectives, traced.records, traced.arguments, traced.flow, tuple(workers))
+    known = dataclasses.replace(known, collectives=collectives)
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 

@@ -201,8 +201,8 @@ class _Scheduler:
             }
 
         numbers = part.inputs or ()
-        atoms, values = ([e[i] for i in numbers] for e in (node.equation.invars, node.inputs))
-        before = specs(atoms, part.opened.invars, values)
+        atoms = [node.equation.invars[i] for i in numbers]
+        before = specs(atoms, part.opened.invars, [node.inputs[i] for i in numbers])
         after = {}
         if part.has_outputs:
             after = specs(node.equation.outvars, part.opened.outvars, node.outputs)

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._core.text import format_bytes
-from dynamiq_jax._inspection.evidence import Evidence
-from dynamiq_jax._inspection.findings import findings
+from dynamiq_jax._inspection.findings import Evidence, findings
 from dynamiq_jax._inspection.flow import flow_of
 from dynamiq_jax._plan.recording import marked, recording
 from tests.support.workers import STOCHASTIC

@@ -18,6 +18,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inspection.collectives import collectives_of, connected
 from dynamiq_jax._inspection.devices import Devices
+from dynamiq_jax._inspection.findings import Evidence
 from dynamiq_jax._inspection.step import inspect_text
 
 pytestmark = pytest.mark.frames
@@ -263,7 +264,7 @@ def test_axes_of_workers_may_be_said_where_nothing_is_compressed(workers, expect
 
     mesh = mesh_of(data=2, fsdp=4)
     text = manual_step(mesh, reduce).lower(EXACT_PARAMS, BATCH, KEY).compile().as_text()
-    found = inspect_text(text, meshes=[mesh], workers=workers)
+    found = inspect_text(text, Evidence(workers=workers), meshes=[mesh])
     assert len(kinds(found)) == expected == len(set(kinds(found)))
 
 
