@@ -11,7 +11,7 @@ from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._rewriting.report import CompressReport
 from pallas_kernels._jax.compat import override
 
-HEADINGS = ("what", "over", "link", "type", "messages", "sent", "by a host", "where")
+_HEADINGS = ("what", "over", "link", "type", "messages", "sent", "by a host", "where")
 
 
 class Row(NamedTuple):
@@ -77,7 +77,7 @@ class Inspection:
 
     @override
     def __str__(self) -> str:
-        table = _columns([HEADINGS, *map(texts, self.rows)]) if self.rows else []
+        table = _columns([_HEADINGS, *map(_texts, self.rows)]) if self.rows else []
         lines = [*table, *[""][: len(table)], self.summary]
         lines += [f"{finding.kind}: {finding.text}" for finding in self.findings]
         lines += [f"\n{step}" for step in self.steps]
@@ -114,8 +114,8 @@ class Inspection:
         return "" if sent is None else f". Each host sends {format_bytes(sent)} to others"
 
 
-def texts(row: Row) -> tuple[str, ...]:
-    """Return the columns of a row as text, as `HEADINGS` names them."""
+def _texts(row: Row) -> tuple[str, ...]:
+    """Return the columns of a row as text, as `_HEADINGS` names them."""
     sent = format_bytes(row.bytes) + (" at most" if row.in_branch else "")
     messages = f"{row.messages:,}" if row.messages else "joined"
     by_host = "" if row.bytes_of_host is None else format_bytes(row.bytes_of_host)
