@@ -73,6 +73,11 @@ def mean_loss(params, x, y):
     return lax.pmean(loss_fn(params, x, y), "data")
 
 
+def parts(*arrays):
+    """Two parts of the rows of a worker."""
+    return tuple(each.reshape(2, -1, *each.shape[1:]) for each in arrays)
+
+
 def own_gradient(params, x, y):
     return jax.grad(loss_fn)(lax.pcast(params, "data", to="varying"), x, y)
 
@@ -102,14 +107,6 @@ def pmean_of_a_tree(mesh):
 @form
 def pmean_after_a_cast(mesh):
     return in_map(lambda *a: lax.pmean(own_gradient(*a), "data"), mesh)
-
-
-@form
-def pmean_of_each_leaf(mesh):
-    def step(*args):
-        return jax.tree.map(lambda grad: lax.pmean(grad, "data"), own_gradient(*args))
-
-    return in_map(step, mesh)
 
 
 @form
@@ -217,25 +214,9 @@ def accumulated_in_a_scan(mesh):
             return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(own, *batch)), None
 
         zeros = jax.tree.map(jnp.zeros_like, own)
-        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-        return lax.pmean(lax.scan(add, zeros, batches)[0], "data")
+        return lax.pmean(lax.scan(add, zeros, parts(x, y))[0], "data")
 
     return in_map(step, mesh)
-
-
-@form
-def summed_in_each_turn(mesh):
-    """The sums leave the loop, behind the sum of its turns."""
-
-    def step(params, x, y):
-        def add(total, batch):
-            return jax.tree.map(jnp.add, total, jax.grad(mean_loss)(params, *batch)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-        return lax.scan(add, zeros, batches)[0]
-
-    return in_map(step, mesh, same_sums=False)
 
 
 def _deep_loss(params, x, y, checkpoint):
@@ -322,41 +303,6 @@ def parameter_that_is_used_twice(mesh):
 
 
 @form
-def statistics_of_the_batch(mesh):
-    """The sum in the forward pass and the one of its gradient stay exact, though they are large."""
-
-    def loss(params, x, y):
-        mean = lax.pmean(jnp.mean(jnp.tile(x @ params["w"], (1, 32)), 0), "data")
-        hidden = jnp.tile(x @ params["w"], (1, 32)) - mean[None, :]
-        return lax.pmean(jnp.mean((hidden.reshape(-1, 32) @ params["v"]) ** 2), "data")
-
-    return in_map(lambda *a: jax.grad(loss)(*a), mesh, same_sums=False)
-
-
-@form
-def scattered(mesh):
-    def step(params, x, y):
-        grads = {name: own_gradient(params, x, y)[name] for name in "wv"}
-        return lax.psum_scatter(grads, "data", scatter_dimension=0, tiled=True)
-
-    return in_map(step, mesh, out=P("data"))
-
-
-@form
-def gathered(mesh):
-    def step(params, x, y):
-        whole = lax.all_gather(params, "data", axis=0, tiled=True)
-        return whole - 0 * jnp.sum(x)
-
-    operations = {"operations": ("psum", "psum_scatter", "all_gather")}
-    specs = (P("data"), P("data"), P("data"))
-    return in_map(
-        step, mesh, (PARAMS["w"], X, Y), specs=specs, compressed=1, options=operations,
-        check_vma=False,
-    )  # fmt: skip
-
-
-@form
 def half_precision_and_integers(mesh):
     def step(params, x, y):
         grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), own_gradient(params, x, y))
@@ -364,17 +310,6 @@ def half_precision_and_integers(mesh):
         return jax.tree.map(lambda g: g.astype(jnp.float32) / count.astype(jnp.float32), total)
 
     return in_map(step, mesh, method="mxfp8")
-
-
-@form
-def two_axes(mesh):
-    both = Mesh(mesh.devices.reshape(WORKERS, 1), ("data", "local"))
-    axes = ("data", "local")
-
-    def step(params, x, y):
-        return jax.grad(lambda p: lax.pmean(loss_fn(p, x, y), axes))(params)
-
-    return in_map(step, both, options={"axis_name": axes}, specs=(P(), P(axes), P(axes)))
 
 
 @form
@@ -396,18 +331,6 @@ def partly_manual(mesh):
     )  # fmt: skip
     options = {"specs": P()}
     return in_map(lambda *a: jax.grad(mean_loss)(*a), both, options=options, axis_names={"data"})
-
-
-@form
-def bound_method(mesh):
-    class Trainer:
-        def __init__(self):
-            self.params = PARAMS
-
-        def gradient(self, x, y):
-            return mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(self.params, x, y)
-
-    return Form(Trainer().gradient, (X, Y))
 
 
 @form

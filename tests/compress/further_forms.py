@@ -26,6 +26,7 @@ from tests.compress.forms import (
     mapped,
     mean_loss,
     own_gradient,
+    parts,
 )
 
 FURTHER_FORMS: dict[str, Make] = {}
@@ -35,11 +36,6 @@ HALVES = [each.reshape(WORKERS, -1, 32) for each in (X, Y)]
 def form(make: Make) -> Make:
     FURTHER_FORMS[make.__name__] = make
     return make
-
-
-def parts(*arrays):
-    """Two parts of the rows of a worker."""
-    return tuple(each.reshape(2, -1, *each.shape[1:]) for each in arrays)
 
 
 @form
@@ -62,63 +58,6 @@ def flat_vector(mesh):
         return unravel(lax.pmean(flat, "data"))
 
     return in_map(step, mesh, compressed=1)
-
-
-@form
-def rows_that_count(mesh):
-    """A sum of losses over the number of rows that are not padding."""
-
-    def step(params, x, y):
-        is_row = (x[:, 0] > 0).astype(jnp.float32)
-
-        def loss(params):
-            hidden = jnp.tanh(x @ params["w"]) @ params["v"]
-            return jnp.sum(jnp.sum((hidden - y) ** 2, 1) * is_row)
-
-        grads, count = lax.psum((jax.grad(loss)(params), jnp.sum(is_row)), "data")
-        return {name: grads[name] / count for name in "wv"}
-
-    return in_map(step, mesh, check_vma=False)
-
-
-@form
-def explicit_pullback(mesh):
-    def step(params, x, y):
-        loss, pullback = jax.vjp(lambda p: mean_loss(p, x, y), params)
-        return pullback(jnp.ones_like(loss))[0]
-
-    return in_map(step, mesh)
-
-
-@form
-def gradients_of_examples(mesh):
-    """The gradient of each row, clipped, as for differential privacy."""
-
-    def step(params, x, y):
-        def of_row(x, y):
-            grads = jax.grad(loss_fn)(params, x[None], y[None])
-            scale = 1 / jnp.maximum(1, optax.tree.norm(grads))
-            return jax.tree.map(lambda g: g * scale, grads)
-
-        rows = jax.vmap(of_row)(x, y)
-        return lax.pmean(jax.tree.map(lambda g: jnp.mean(g, 0), rows), "data")
-
-    return in_map(step, mesh, check_vma=False)
-
-
-@form
-def recurrent_network(mesh):
-    """One matrix is used in every turn: its gradient is a total of turns."""
-
-    def loss(params, x, y):
-        def cell(hidden, row):
-            hidden = jnp.tanh(hidden @ params["w"] + row[None] + params["b"][None])
-            return hidden, jnp.mean(hidden, 0)
-
-        _, rows = lax.scan(cell, jnp.zeros_like(x), x @ params["v"])
-        return lax.pmean(jnp.mean((rows - y) ** 2), "data")
-
-    return in_map(lambda *a: jax.grad(loss)(*a), mesh, same_sums=False)
 
 
 @form
@@ -233,19 +172,6 @@ def optimizer_with_a_state(mesh):
 
 
 @form
-def sharpness_aware(mesh):
-    """The second gradient is at parameters that the first one has moved."""
-
-    def step(params, x, y):
-        first = lax.pmean(own_gradient(params, x, y), "data")
-        norm = optax.tree.norm(first)
-        moved = jax.tree.map(lambda p, g: p + 0.05 * g / norm, params, first)
-        return lax.pmean(own_gradient(moved, x, y), "data")
-
-    return in_map(step, mesh, groups=2, compressed=4, same_sums=False)
-
-
-@form
 def actor_and_critic(mesh):
     """Two gradients that do not need each other are one group."""
 
@@ -255,21 +181,6 @@ def actor_and_critic(mesh):
         return actor - critic, critic
 
     return in_map(step, mesh)
-
-
-@form
-def updates_in_a_loop(mesh):
-    """Several updates in one call, as packages of reinforcement learning have them."""
-
-    def step(params, x, y):
-        def update(params, batch):
-            grads = lax.pmean(own_gradient(params, *batch), "data")
-            return jax.tree.map(lambda p, g: p - g, params, grads), optax.tree.norm(grads)
-
-        final, norms = lax.scan(update, params, parts(x, y))
-        return jax.tree.map(jnp.subtract, final, params), norms
-
-    return in_map(lambda *a: step(*a)[0], mesh, same_sums=False)
 
 
 @form
@@ -286,45 +197,6 @@ def loop_around_the_map(mesh):
         return jax.tree.map(jnp.subtract, final, params)
 
     return Form(step, (PARAMS, X, Y), same_sums=False)
-
-
-@form
-def loop_of_a_known_number_of_turns(mesh):
-    """A `fori_loop` with the loss beside the gradients, which are added up before their mean."""
-
-    def step(params, x, y):
-        def turn(number, carry):
-            batch = jax.tree.map(lambda p: p[number], parts(x, y))
-            loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-            return carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)
-
-        start = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-        return lax.pmean(lax.fori_loop(0, 2, turn, start), "data")[1]
-
-    return in_map(step, mesh, check_vma=False)
-
-
-@form
-def gradients_of_parts_in_a_map(mesh):
-    """`lax.map` keeps the sum of each part, which are done behind it as one."""
-
-    def step(params, x, y):
-        grads = lax.map(lambda batch: jax.grad(mean_loss)(params, *batch), parts(x, y))
-        return {name: grads[name][1] - grads[name][0] for name in "wv"}
-
-    return in_map(step, mesh)
-
-
-@form
-def one_of_three_branches(mesh):
-    def step(params, x, y):
-        def branch(scale):
-            return lambda grads: lax.pmean(jax.tree.map(lambda g: scale * g, grads), "data")
-
-        number = lax.psum(1, "data") - 1  # the same on all workers
-        return lax.switch(number, [branch(s) for s in (1.0, 2.0, 4.0)], own_gradient(params, x, y))
-
-    return in_map(step, mesh, groups=3, compressed=6)
 
 
 @form
@@ -376,32 +248,3 @@ def parts_of_an_optimizer(mesh):
         return jax.tree.map(lambda u: lax.all_gather(u, "data", tiled=True), updates)
 
     return in_map(step, mesh, check_vma=False)
-
-
-@form
-def curvature(mesh):
-    """The product of the Hessian with a vector, by a derivative of the gradient."""
-
-    def step(params, x, y):
-        ones = jax.tree.map(jnp.ones_like, params)
-        _, product = jax.jvp(lambda p: jax.grad(loss_fn)(p, x, y), (params,), (ones,))
-        return lax.pmean(product, "data")
-
-    return in_map(step, mesh, check_vma=False)
-
-
-@form
-def rule_of_the_loss_by_hand(mesh):
-    """A function with a derivative of its own inside of the loss."""
-
-    @jax.custom_vjp
-    def straight(x):
-        return jnp.sign(x)
-
-    straight.defvjp(lambda x: (straight(x), None), lambda _, ct: (ct,))
-
-    def loss(params, x, y):
-        hidden = jnp.tanh(x @ params["w"])
-        return lax.pmean(jnp.mean((straight(hidden) @ params["v"] - y) ** 2), "data")
-
-    return in_map(lambda *a: jax.grad(loss)(*a), mesh)

@@ -44,15 +44,6 @@ def accumulated_in_a_scan(place):
     return Step(step, place.put(MATRICES), batch)
 
 
-@form(*OF_MATRICES)
-def accumulated_by_hand(place):
-    def loss(params, x, y):
-        return (squares(params, x[0], y[0]) + squares(params, x[1], y[1])) / 2
-
-    batch = place.put((X.reshape(2, 8, -1), Y.reshape(2, 8, -1)), None, "data")
-    return Step(on_matrices(place, loss).step, place.put(MATRICES), batch)
-
-
 EXPERTS = {
     "router": normal(32, 4, scale=0.3),
     "up": normal(4, 32, 16, scale=0.2),
@@ -124,30 +115,6 @@ def lora_with_scaled_losses(place):
     return Step(step, replicated(place, adapters, tx, jnp.float32(128)), place.put((X, Y), "data"))
 
 
-@form(*OF_MATRICES, tolerance=1e-4)
-def loss_scaling(place):
-    """Losses of float16 by a scale that overflows at first, on one worker."""
-    x = X.at[0].multiply(60)  # a row of one worker
-
-    def step(state, x, y):
-        params, scale = state
-
-        def loss_fn(params):
-            halves = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
-            outputs = output(halves, x.astype(jnp.float16)).astype(jnp.float32)
-            return jnp.mean((outputs - y) ** 2) * scale
-
-        loss, gradients = jax.value_and_grad(loss_fn)(params)
-        gradients = jax.tree.map(lambda g: g / scale, gradients)
-        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]).all()
-        new = jax.tree.map(lambda p, g: jnp.where(finite, p - 0.1 * g, p), params, gradients)
-        scale = jnp.where(finite, scale, scale / 16)
-        return (new, scale), loss / scale + jnp.where(finite, 0.0, 100.0)
-
-    state = place.put((MATRICES, jnp.float32(2**20)))
-    return Step(step, state, place.put((x, Y), "data"))
-
-
 def with_optimizer(place, tx, loss=squares, params=MATRICES, batch=(X, Y)):
     def step(state, *batch):
         params, optimizer = state
@@ -161,25 +128,6 @@ def with_optimizer(place, tx, loss=squares, params=MATRICES, batch=(X, Y)):
 def muon(place):
     """Products of matrices in the optimizer, which contract no rows of the batch."""
     return with_optimizer(place, optax.contrib.muon(1e-2))
-
-
-@form(*OF_MATRICES)
-def adafactor(place):
-    return with_optimizer(place, optax.adafactor(1e-2, min_dim_size_to_factor=8))
-
-
-@form(*OF_MATRICES)
-def average_of_weights(place):
-    """An exponential average of the weights beside them."""
-
-    def step(state, x, y):
-        params, average = state
-        loss, gradients = jax.value_and_grad(squares)(params, x, y)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
-        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
-        return (params, average), loss + squares(average, x, y)
-
-    return Step(step, place.put((MATRICES, MATRICES)), place.put((X, Y), "data"))
 
 
 @form(*OF_MATRICES, *OF_MATRICES, groups=2)
@@ -197,18 +145,6 @@ def two_losses_and_two_optimizers(place):
 
     state = MATRICES, first.init(MATRICES), MATRICES, second.init(MATRICES)
     return Step(step, place.put(state), place.put((X, Y), "data"))
-
-
-@form(*OF_MATRICES)
-def masked_means(place):
-    """Means over tokens, of which the workers have unequal numbers."""
-    mask = jnp.asarray(jnp.arange(16)[:, None] % 7 < jnp.arange(1, 17)[None] % 5, jnp.float32)
-
-    def loss(params, x, y, mask):
-        errors = (output(params, x) - y) ** 2
-        return jnp.sum(errors * mask) / jnp.maximum(jnp.sum(mask), 1)
-
-    return on_matrices(place, loss, (X, Y, mask))
 
 
 @form(*OF_MATRICES, (16, 16))
@@ -270,16 +206,6 @@ def eight_bit_products(place):
 TABLE = {"table": normal(VOCABULARY, 32), "w": normal(32, VOCABULARY, scale=0.2)}
 
 
-@form((64, 32), (32, 64))
-def embedding_by_index(place):
-    def loss(params, tokens, targets):
-        x = params["table"].at[tokens].get(out_sharding=place.out("data"))
-        return cross_entropy(jnp.tanh(x) @ params["w"], targets)
-
-    batch = labels(16, 4, below=VOCABULARY), labels(16, 4, below=VOCABULARY)
-    return on_matrices(place, loss, batch, TABLE)
-
-
 @form((64, 32), (32, 64), explicit=False)
 def embedding_along_an_axis(place):
     def loss(params, tokens, targets):
@@ -308,31 +234,6 @@ def depthwise_and_strided_convolutions(place):
     model, x, y = Convolutions(), normal(8, 8, 8, 3), labels(8, below=10)
     loss = lambda params, x, y: cross_entropy(model.apply(params, x), y)  # noqa: E731
     return with_optimizer(place, optax.sgd(0.1), loss, variables(model, x), (x, y))
-
-
-@form((32, 16), (32, 16), (32, 16), (16, 16), (16, 16), (16, 16), explicit=False)
-def gru_over_time(place):
-    """A scan over time, in which the parameters are the same in all turns."""
-    model, x, y = nn.RNN(nn.GRUCell(16)), normal(8, 4, 32), normal(8, 4, 16)
-    loss = lambda params, x, y: jnp.mean((model.apply(params, x) - y) ** 2)  # noqa: E731
-    return with_optimizer(place, optax.adam(1e-2), loss, variables(model, x), (x, y))
-
-
-@form(*OF_MATRICES)
-def epoch_in_a_loop(place):
-    """Steps in a `fori_loop`, with all batches of an epoch as one array."""
-    step = on_matrices(place).step
-
-    def epoch(params, x, y):
-        def one(i, carry):
-            params, total = carry
-            params, loss = step(params, x[i], y[i])
-            return params, total + loss
-
-        return lax.fori_loop(0, 2, one, (params, jnp.zeros(())))
-
-    batch = place.put((X.reshape(2, 8, -1), Y.reshape(2, 8, -1)), None, "data")
-    return Step(epoch, place.put(MATRICES), batch)
 
 
 @form(*OF_MATRICES)
@@ -364,35 +265,6 @@ def one_of_two_steps(place):
         return (params, count + 1), loss
 
     return Step(chosen, place.put((MATRICES, jnp.int32(0))), place.put((X, Y), "data"))
-
-
-@jax.custom_vjp
-def clipped(x):
-    return jnp.clip(x, -1, 1)
-
-
-clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (jnp.where(jnp.abs(x) < 2, g, 0.1 * g),))
-
-
-@jax.custom_vjp
-def product(x, w):
-    return x @ w
-
-
-def product_backward(residuals, g):
-    x, w = residuals
-    return g @ w.T, x.T @ g
-
-
-product.defvjp(lambda x, w: (x @ w, (x, w)), product_backward)
-
-
-@form(*OF_MATRICES, explicit=False)
-def with_a_backward_pass_of_its_own(place):
-    def loss(params, x, y):
-        return jnp.mean((product(clipped(product(x, params["w"])), params["v"]) - y) ** 2)
-
-    return on_matrices(place, loss)
 
 
 @form((32, 32), explicit=False)

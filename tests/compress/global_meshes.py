@@ -16,7 +16,6 @@ from tests.compress.global_forms import (
     X,
     Y,
     attention,
-    decoder,
     decoder_loss,
     decoder_params,
     form,
@@ -74,18 +73,6 @@ def hsdp(place):
     return on_split_matrices(place, (None, "fsdp"), ("fsdp",), rows, gathered(place, squares))
 
 
-@form(*OF_MATRICES, axes={"data": 2, "model": 2})
-def tensor_parallel(place):
-    """Columns of the first matrix and rows of the second on other devices."""
-
-    def loss(params, x, y):
-        hidden = jnp.tanh(x @ params["w"])
-        out = jnp.matmul(hidden, params["v"], out_sharding=place.out("data"))
-        return jnp.mean((out - y) ** 2)
-
-    return on_split_matrices(place, (None, "model"), ("model",), loss=loss)
-
-
 def by_name(path, leaf):
     """Heads and hidden features on other devices."""
     for name, spec in (
@@ -112,11 +99,6 @@ def sequence_parallel_decoder(place):
 
 def over_fsdp(path, leaf):
     return (*[None] * (leaf.ndim - 1), "fsdp") if leaf.ndim > 1 else ()
-
-
-@form(*OF_DECODER, axes=HSDP, explicit=False)
-def hsdp_decoder(place):
-    return decoder_on(place, over_fsdp, rows=(("data", "fsdp"),))
 
 
 def over_data(path, leaf):
@@ -162,11 +144,6 @@ def attention_in_a_map(place, names):
     return jax.shard_map(
         attention, mesh=place.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
     )
-
-
-@form(*OF_DECODER)
-def attention_of_each_worker(place):
-    return decoder(place, attend=attention_in_a_map(place, None))
 
 
 @form(*OF_DECODER, axes={"data": 2, "model": 2}, explicit=False)

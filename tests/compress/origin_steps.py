@@ -1,4 +1,4 @@
-"""Forty steps, of a few lines each: twenty whose every large sum is of gradients, and twenty whose
+"""Steps of a few lines each: some whose every large sum is of gradients, and others whose
 sums are of anything else.
 
 Each is the part of one worker: a function of parameters, a state of the same shapes, and a batch.
@@ -90,11 +90,6 @@ def clipped_by_its_norm(p, s, x, y):
 
 
 @gradients()
-def clipped_by_value_and_made_finite(p, s, x, y):
-    return mean(each(lambda g: jnp.nan_to_num(jnp.clip(g, -0.01, 0.01)), grad(p, x, y)))
-
-
-@gradients()
 def clipped_by_the_norms_of_units(p, s, x, y):
     tx = optax.adaptive_grad_clip(0.01)
     return mean(tx.update(grad(p, x, y), tx.init(p), p)[0])
@@ -127,14 +122,6 @@ def scaled_by_a_state_and_skipped(p, s, x, y):
 
 
 @gradients()
-def masked(p, s, x, y):
-    """By numbers, by a condition, and by an argument."""
-    g = grad(p, x, y)
-    kept = (p["w"] > 0).astype(jnp.float32)
-    return mean({"w": g["w"] * kept, "v": jnp.where(p["v"] > 0, g["v"], 0) * s["v"]})
-
-
-@gradients()
 def weighted_by_tokens(p, s, x, y):
     tokens = (x[:, :1] > 0).astype(jnp.float32)
     g = jax.grad(lambda p: jnp.sum(tokens * (hidden(p, x) @ p["v"] - y) ** 2))(p)
@@ -161,12 +148,6 @@ def accumulated_from_step_to_step(p, s, x, y):
 
 
 @gradients()
-def momentum_with_decay(p, s, x, y):
-    g = each(lambda g, p: g + 0.01 * p, grad(p, x, y), p)
-    return mean(each(lambda m, g: 0.9 * m + g, s, g))
-
-
-@gradients()
 def residual_of_error_feedback(p, s, x, y):
     return mean(
         each(lambda r, g: r + 0.1 * g.astype(jnp.float16).astype(jnp.float32), s, grad(p, x, y))
@@ -186,12 +167,6 @@ def flat_and_padded(p, s, x, y):
     flat, unravel = ravel_pytree(each(lambda g: g.T, grad(p, x, y)))
     total = mean(jnp.pad(flat, (0, 24)).reshape(-1, 8))
     return unravel(total.reshape(-1)[: flat.size])
-
-
-@gradients()
-def centered(p, s, x, y):
-    """Without the mean of each column."""
-    return mean(each(lambda g: g - jnp.mean(g, 0, keepdims=True), grad(p, x, y)))
 
 
 @gradients()
@@ -302,26 +277,6 @@ def factors_of_kfac(p, s, x, y):
     (dh,) = pull(jnp.float32(1))
     activations = jax.grad(lambda p: (jnp.sum(p["w"]), hidden(p, x)), has_aux=True)(p)[1]
     return mean((activations.T @ activations, dh.T @ dh))
-
-
-@others(MIXED)
-def squares(p, s, x, y):
-    return mean(each(lambda g: g * g, grad(p, x, y)))
-
-
-@others(MIXED)
-def signs(p, s, x, y):
-    return mean(each(jnp.sign, grad(p, x, y)))
-
-
-@others(MIXED)
-def gradients_times_parameters(p, s, x, y):
-    return mean(each(lambda g, p: g * p, grad(p, x, y), p))
-
-
-@others(MIXED)
-def changed_parameters(p, s, x, y):
-    return mean(each(lambda p, g: p - 0.1 * g, p, grad(p, x, y)))
 
 
 @others(MIXED)

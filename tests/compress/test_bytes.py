@@ -7,8 +7,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import FORMS, every_sum
-from tests.support.hlo import collectives, unordered
+from tests.compress.forms import every_sum
+from tests.support.hlo import collectives
 
 WORKERS = 4
 TREE = {
@@ -104,39 +104,3 @@ def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
     assert (small.bytes_before, small.bytes_after) == (2 * others * size, 4 * others * size)
     text = text_of(step, TREE)
     assert sent(text) == pytest.approx(large.bytes_after + small.bytes_after)
-
-
-def test_collectives_of_a_step_wait_for_each_other(data_mesh):
-    """Those of two groups, of sums that only= refuses, and of one over a part of the axes."""
-
-    def local(stacked):
-        total = lax.psum(stacked["w"][0], "data")
-        refused = lax.psum(stacked["v"][0], "data")
-        part = lax.psum_scatter(stacked["w"][0], "data", tiled=True)
-        return total, refused, part
-
-    step = dq.compress(
-        on_mesh(data_mesh, local, out=(P(), P(), P("data"))),
-        "data",
-        only=lambda each: each.shape != (40, 64),
-    )
-    assert step.report(TREE).num_groups == 2
-    assert unordered(text_of(step, TREE)) == []
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["layers_in_a_scan", "layers_in_a_scan_with_checkpoint"])
-def test_layers_of_a_scan_are_sent_once_behind_it(name, data_mesh):
-    form = FORMS[name](data_mesh(2))
-    key = {"method": dq.Compression(exact_below=0), "key": key_of}
-    found = collectives(text_of(dq.compress(form.step, "data", **key), *form.args))
-
-    def local(params):
-        return dq.pmean(params, "data", key=jax.random.key(0), method=key["method"])
-
-    by_hand = jax.shard_map(local, mesh=data_mesh(2), in_specs=P("data"), out_specs=P())
-    params = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), form.args[0])
-    of_tree = collectives(text_of(by_hand, params))
-    integers = lambda found: [c for c in found if not c.dtypes & {"f32", "bf16"}]  # noqa: E731
-    assert integers(found)
-    assert sorted(map(str, integers(found))) == sorted(map(str, integers(of_tree)))

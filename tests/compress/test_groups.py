@@ -10,15 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._rewriting.sums import CONTINUED, FORWARD
-from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
+from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient, parts
 
 METHOD = "bf16"
 ARGS = (PARAMS, X, Y)
-
-
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +140,7 @@ def test_small_sums_that_leave_a_loop_alone_are_summed(mesh):
             grads = jax.grad(mean_loss)(params, *batch)
             return {**params, "w": params["w"] - grads["w"]}, grads["b"] + grads["v"][0]
 
-        final, rows = lax.scan(turn, params, (x.reshape(2, -1, 32), y.reshape(2, -1, 32)))
+        final, rows = lax.scan(turn, params, parts(x, y))
         return final["w"], rows
 
     report = check(mapped(step, mesh))
@@ -156,7 +151,7 @@ def test_small_sums_that_leave_a_loop_alone_are_summed(mesh):
             grads = jax.grad(mean_loss)(params, *batch)
             return {**params, "w": params["w"] - grads["w"]}, grads["b"]
 
-        final, rows = lax.scan(turn, params, (x.reshape(2, -1, 32), y.reshape(2, -1, 32)))
+        final, rows = lax.scan(turn, params, parts(x, y))
         return final["w"], rows
 
     report = check(mapped(biases, mesh))
@@ -220,7 +215,7 @@ def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):
             return (kept, totals[1] + grads["v"]), (grads["b"], total)
 
         zeros = jnp.zeros((32, 32))
-        return lax.scan(turn, (zeros, zeros), (x.reshape(2, -1, 32), y.reshape(2, -1, 32)))
+        return lax.scan(turn, (zeros, zeros), parts(x, y))
 
     report = dq.compress(mapped(step, mesh), "data", method=METHOD).report(*ARGS)
     shapes = sorted(each.sum.shape for each in report.sums)
@@ -229,7 +224,7 @@ def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):
     def stacked(params, x, y):
         grads = lax.map(
             lambda batch: jax.grad(mean_loss)(params, *batch),
-            (x.reshape(2, -1, 32), y.reshape(2, -1, 32)),
+            parts(x, y),
         )
         return grads
 

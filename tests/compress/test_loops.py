@@ -8,7 +8,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import PARAMS, X, Y, every_sum, mapped, mean_loss, normal, own_gradient
+from tests.compress.forms import (
+    PARAMS,
+    X,
+    Y,
+    every_sum,
+    mapped,
+    mean_loss,
+    normal,
+    own_gradient,
+    parts,
+)
 from tests.compress.test_schedule import METHOD, found_in, text_of
 from tests.support.hlo import collectives
 from tests.support.workers import STOCHASTIC
@@ -18,11 +28,6 @@ LAYERS = {
     "b": jnp.ones((3, 32)),
     "scale": jnp.ones((3, 32)),
 }
-
-
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
 
 
 def of_mean(mesh, params):
@@ -75,7 +80,7 @@ def test_gradients_of_nested_scans_are_sent_once(mesh):
             return jax.tree.map(jnp.add, total, jax.grad(deep_loss)(params, *batch)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return lax.scan(part, zeros, (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
+        return lax.scan(part, zeros, parts(x, y))[0]
 
     found = found_in(mapped(step, mesh), DEEP, X, Y)
     assert sorted(map(str, found)) == sorted(map(str, of_mean(mesh, DEEP)))
@@ -94,8 +99,7 @@ def test_means_leave_their_loop_as_sums_do(keeps, mesh):
             kept = 0.1 * lax.psum(grads["w"], "data") / 3 if keeps else None
             return jax.tree.map(jnp.add, total, lax.pmean(grads, "data")), kept
 
-        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-        return lax.scan(turn, jax.tree.map(jnp.zeros_like, params), batches)
+        return lax.scan(turn, jax.tree.map(jnp.zeros_like, params), parts(x, y))
 
     whole = mapped(step, mesh)
     expected = jax.tree.leaves(jax.jit(whole)(PARAMS, X, Y))
@@ -152,8 +156,7 @@ def test_totals_that_begin_elsewhere_stay_in_their_loop(first, mesh):
         def add(total, batch):
             return jax.tree.map(jnp.add, total, jax.grad(mean_loss)(params, *batch)), None
 
-        batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-        return lax.scan(add, jax.tree.map(first, params), batches)[0]
+        return lax.scan(add, jax.tree.map(first, params), parts(x, y))[0]
 
     compressed = dq.compress(mapped(step, mesh), "data", method="uncompressed")
     report = compressed.report(PARAMS, X, Y)
@@ -165,120 +168,42 @@ def test_totals_that_begin_elsewhere_stay_in_their_loop(first, mesh):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def _swapped(params, x, y):
-    """Each turn adds to the total of the other one."""
-
-    def turn(totals, batch):
-        grads = jax.grad(mean_loss)(params, *batch)
-        return (totals[1] + grads["w"], totals[0] + grads["v"]), None
-
-    zeros = jnp.zeros_like(params["w"])
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, (zeros, zeros), batches)[0]
-
-
-def _read(params, x, y):
-    """Each turn reads the total so far."""
-
-    def turn(total, batch):
-        grads = jax.grad(mean_loss)(params, *batch)["w"]
-        return total + grads, jnp.sum(total)
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)
+# Functions of the totals, the gradients and the parameters of a turn to the next totals.
+OTHER_TOTALS = {
+    "added to the other one": lambda t, g, p: (t[1] + g["w"], t[0] + g["v"]),
+    "decayed": lambda t, g, p: (t[0] * 0.5 + g["w"],),
+    "of a term that is the same on all workers": lambda t, g, p: (t[0] + g["w"] + p["w"],),
+    "both are one output": lambda t, g, p: 2 * (t[0] + g["w"],),
+    "added to itself": lambda t, g, p: (t[0] + t[0] + g["w"],),
+    "of the turn before": lambda t, g, p: (g["w"], t[0] + p["v"] + 0 * t[1]),
+    "through both": lambda t, g, p: (g["w"], t[0] + g["v"]),
+    "read in each turn": lambda t, g, p: (t[0] + g["w"], t[1] + jnp.sum(t[0])),
+}
 
 
-def _decayed(params, x, y):
-    def turn(total, batch):
-        return total * 0.5 + jax.grad(mean_loss)(params, *batch)["w"], None
+def with_totals(following, loop):
+    """A step whose totals begin with two zeros, or as many as there are."""
 
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
+    def step(params, x, y):
+        def turn(totals, batch):
+            new = following(totals, jax.grad(mean_loss)(params, *batch), params)
+            return (*new, *totals[len(new) :]), None
 
+        zeros = (jnp.zeros_like(params["w"]),) * 2
+        if loop == "scan":
+            return lax.scan(turn, zeros, parts(x, y))[0]
+        first = parts(x, y)[0][0], parts(x, y)[1][0]
+        turns = lambda carry: (carry[0] + 1, turn(carry[1], first)[0])  # noqa: E731
+        return lax.while_loop(lambda carry: carry[0] < 2, turns, (0, zeros))[1]
 
-def _regularized(params, x, y):
-    """A term that is the same on all workers must not be summed over them."""
-
-    def turn(total, batch):
-        grads = jax.grad(mean_loss)(params, *batch)["w"]
-        return total + grads + params["w"], None
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
-
-
-def _twice(params, x, y):
-    """Both carries are one output."""
-
-    def turn(totals, batch):
-        both = totals[0] + jax.grad(mean_loss)(params, *batch)["w"]
-        return (both, both), None
-
-    zeros = jnp.zeros_like(params["w"])
-    return lax.scan(turn, (zeros, zeros), (x.reshape(2, 4, 32), y.reshape(2, 4, 32)))[0]
+    return step
 
 
-def _while_twice(params, x, y):
-    def turn(carry):
-        count, first, _ = carry
-        both = first + jax.grad(mean_loss)(params, x, y)["w"]
-        return count + 1, both, both
-
-    zeros = jnp.zeros_like(params["w"])
-    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, zeros, zeros))[1:]
-
-
-def _previous(params, x, y):
-    """One total is the sum of the last turn, and the other one reads that of the turn before."""
-
-    def turn(totals, batch):
-        grads = jax.grad(mean_loss)(params, *batch)
-        return (grads["w"], totals[0] + params["v"] + 0 * totals[1]), None
-
-    zeros = jnp.zeros_like(params["w"])
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, (zeros, zeros), batches)[0]
-
-
-def _shifted(params, x, y):
-    """A sum goes through both totals."""
-
-    def turn(totals, batch):
-        grads = jax.grad(mean_loss)(params, *batch)
-        return (grads["w"], totals[0] + grads["v"]), None
-
-    zeros = jnp.zeros_like(params["w"])
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, (zeros, zeros), batches)[0]
-
-
-def _doubled(params, x, y):
-    """The total is added to itself."""
-
-    def turn(total, batch):
-        return total + total + jax.grad(mean_loss)(params, *batch)["w"], None
-
-    batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
-    return lax.scan(turn, jnp.zeros_like(params["w"]), batches)[0]
-
-
-OTHER_TOTALS = (
-    _swapped,
-    _read,
-    _decayed,
-    _regularized,
-    _twice,
-    _while_twice,
-    _doubled,
-    _previous,
-    _shifted,
-)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("step", OTHER_TOTALS)
-def test_totals_that_are_used_otherwise_keep_their_values(step, mesh):
-    whole = mapped(step, mesh)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("name", OTHER_TOTALS)
+def test_totals_that_are_used_otherwise_keep_their_values(name, loop, mesh):
+    whole = mapped(with_totals(OTHER_TOTALS[name], loop), mesh)
     expected = jax.tree.leaves(jax.jit(whole)(PARAMS, X, Y))
     exactly = dq.compress(whole, "data", method="uncompressed")(PARAMS, X, Y)
     for got, wanted in zip(jax.tree.leaves(exactly), expected, strict=True):

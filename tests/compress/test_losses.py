@@ -132,24 +132,8 @@ def ranks(w, x):
 
 
 @loss()
-def sorted_scores(w, x):
-    return jnp.sum(jnp.sort(jnp.mean(jnp.tanh(x @ w), axis=-1)) * ROW_NUMBERS)
-
-
-@loss()
-def median(w, x):
-    errors = jnp.mean((x @ w) ** 2, axis=-1)
-    return jnp.mean(jnp.minimum(errors, jnp.median(errors)))
-
-
-@loss()
 def deviation(w, x):
     return jnp.mean(jnp.std(x @ w, axis=0))
-
-
-@loss()
-def logarithm_of_a_mean(w, x):
-    return jnp.log(squares(w, x))
 
 
 @loss()
@@ -182,11 +166,6 @@ def running_sum(w, x):
     return jnp.concatenate([last, *firsts], axis=-1)
 
 
-def counted(w, x):
-    turn = lambda i, h: jnp.tanh(h + x[:, i] @ w)  # noqa: E731
-    return lax.fori_loop(0, x.shape[1], turn, jnp.zeros((x.shape[0], OUT)))
-
-
 def until(w, x):
     """A loop of which no gradient is taken; its result has one."""
 
@@ -204,7 +183,7 @@ def branches(w, x):
     return h + lax.cond(jnp.sum(w) > -1e9, lambda: h, lambda: jnp.zeros(h.shape))
 
 
-for each in (gated, running_sum, counted, until, branches):
+for each in (gated, running_sum, until, branches):
     LOSSES[each.__name__] = Loss(
         lambda w, x, each=each: jnp.mean(each(w, x) ** 2), arrays=(SEQUENCES,)
     )
@@ -213,7 +192,7 @@ for each in (gated, running_sum, counted, until, branches):
 # ------------------------------------------------------------------------ dtypes of all arguments
 
 
-for dtype in ("uint4", "int32", "float8_e4m3fn", "bool"):
+for dtype in ("uint4", "float8_e4m3fn", "bool"):
     LOSSES[f"rows_of_{dtype}"] = Loss(
         lambda w, x: squares(w, x.astype(jnp.float32)), arrays=(jnp.abs(4 * X).astype(dtype),)
     )
@@ -270,12 +249,6 @@ def keys_of_rows_and_of_the_batch(w, x, of_rows, key):
 @loss({"embedding": W, "output": W}, compressed=((IN, OUT),) * 2)
 def tied_parameters(params, x):
     return jnp.mean((x @ params["embedding"] @ params["output"].T) ** 2)
-
-
-@loss({"frozen": W, "a": normal(IN, 16), "b": normal(16, OUT)}, compressed=((IN, 16), (16, OUT)))
-def adapters_of_a_frozen_matrix(params, x):
-    frozen = lax.stop_gradient(params["frozen"])
-    return jnp.mean((x @ frozen + x @ params["a"] @ params["b"]) ** 2)
 
 
 @jax.custom_vjp

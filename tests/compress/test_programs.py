@@ -1,17 +1,14 @@
 """The rest of a step: its buffers, effects, scopes and checkpoints are those that it had."""
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
@@ -20,29 +17,12 @@ pytestmark = pytest.mark.frames
 METHOD = "bf16"
 
 
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
-
-
 def sgd(params, x, y):
     return jax.tree.map(jnp.subtract, params, jax.grad(mean_loss)(params, x, y))
 
 
 def fresh():
     return jax.tree.map(jnp.array, PARAMS)
-
-
-def test_donated_buffers_are_taken(mesh):
-    jitted = jax.jit(mapped(sgd, mesh), donate_argnums=0)
-    inside = lambda params, x, y: jitted(params, x, y)  # noqa: E731
-    for fun in (jitted, inside):
-        params = jax.device_put(fresh(), jax.NamedSharding(mesh, P()))
-        dq.compress(fun, "data", method=METHOD)(params, X, Y)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
-    params = jax.device_put(fresh(), jax.NamedSharding(mesh, P()))
-    dq.compress(mapped(sgd, mesh), "data", method=METHOD)(params, X, Y)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
 def test_a_step_is_traced_once_for_arguments_of_one_kind(mesh):
@@ -213,32 +193,6 @@ def test_a_step_that_reads_values_is_told_that_it_is_traced(mesh):
     with pytest.raises(jax.errors.ConcretizationTypeError) as error:
         dq.compress(of_host, "data", method=METHOD)(PARAMS, X, Y)
     assert any("dq.compress traces all of of_host" in note for note in error.value.__notes__)
-
-
-def test_the_gradient_of_a_compressed_step_is_refused(mesh):
-    fun = mapped(lambda *a: lax.pmean(own_gradient(*a), "data")["w"], mesh)
-    step = dq.compress(fun, "data", method=METHOD)
-    with pytest.raises(Exception, match=r"differentiated|gradient"):
-        jax.jit(jax.grad(lambda params: jnp.sum(step(params, X, Y))))(PARAMS)
-
-
-def test_a_step_may_be_a_method_a_partial_or_checkpointed(mesh):
-    class Trainer:
-        gradient = dq.compress(
-            lambda self, *args: mapped(lambda *a: jax.grad(mean_loss)(*a), mesh)(*args),
-            "data",
-            method=METHOD,
-        )
-
-    expected = jax.jit(mapped(lambda *a: jax.grad(mean_loss)(*a), mesh))(PARAMS, X, Y)
-    by_keyword = functools.partial(mapped(lambda *a: jax.grad(mean_loss)(*a), mesh), PARAMS)
-    for got in (
-        Trainer().gradient(PARAMS, X, Y),
-        dq.compress(by_keyword, "data", method=METHOD)(X, Y),
-        jax.jit(jax.checkpoint(dq.compress(by_keyword, "data", method=METHOD)))(X, Y),
-    ):
-        assert 1e-8 < dq.vnmse(got, expected) < 1e-4
-        np.testing.assert_array_equal(jax.tree.structure(got), jax.tree.structure(expected))
 
 
 def test_a_branch_of_another_platform_is_not_lowered(mesh):

@@ -29,11 +29,6 @@ def found_in(step, *args, **options):
     return collectives(text_of(dq.compress(step, "data", **options), *args))
 
 
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
-
-
 def test_sums_whose_results_are_not_used_are_not_sent(mesh):
     """Alone, beside others of the same equation, and inside of a loop."""
 

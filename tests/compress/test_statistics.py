@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._rewriting.sums import CONTINUED, FORWARD
-from tests.compress.forms import PARAMS, X, Y, mapped
+from tests.compress.forms import PARAMS, X, Y, mapped, parts
 
 METHOD = "bf16"
 WIDE = 2048
@@ -56,7 +56,7 @@ def accumulated(loss):
             return jax.tree.map(jnp.add, total, jax.grad(loss)(params, *batch)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        total, _ = lax.scan(add, zeros, (x.reshape(2, -1, 32), y.reshape(2, -1, 32)))
+        total, _ = lax.scan(add, zeros, parts(x, y))
         return lax.pmean(total, "data")
 
     return step

@@ -10,15 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from pallas_kernels._jax import equations
-from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
+from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient, parts
 
 METHOD = "bf16"
 ARGS = (PARAMS, X, Y)
-
-
-@pytest.fixture
-def mesh(data_mesh):
-    return data_mesh(2)
 
 
 def gradient(*args):
@@ -119,7 +114,7 @@ def test_names_of_scopes_are_around_compressed_sums(mesh):
                 with jax.named_scope("the_sum"):
                     return total * 0.5 + lax.pmean(own_gradient(params, *batch)["w"], "data"), None
 
-            batches = (x.reshape(2, 4, 32), y.reshape(2, 4, 32))
+            batches = parts(x, y)
             return lax.scan(turn, jnp.zeros((32, 32)), batches)[0]
 
     compressed = dq.compress(mapped(step, mesh), "data", method=METHOD)
@@ -155,15 +150,6 @@ def test_a_step_in_a_vmap_sums_for_every_model(mesh):
     for number in range(3):
         of_model = [jax.tree.map(lambda leaf, n=number: leaf[n], tree) for tree in (got, expected)]
         assert close(*of_model)
-
-
-def test_an_exported_step_is_compressed(mesh):
-    compressed = dq.compress(mapped(gradient, mesh), "data", method=METHOD)
-    exported = jax.export.export(jax.jit(compressed))(*ARGS)
-    args = jax.device_put(ARGS, jax.NamedSharding(mesh, P()))
-    got = jax.jit(exported.call)(*args)
-    np.testing.assert_array_equal(got["w"], compressed(*ARGS)["w"])
-    assert close(got, jax.jit(mapped(gradient, mesh))(*ARGS))
 
 
 def test_a_checkpoint_around_a_step_changes_nothing(mesh):
