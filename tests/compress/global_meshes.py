@@ -6,8 +6,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.compress.further_global_forms import EXPERTS
 from tests.compress.global_forms import (
+    EXPERTS,
     MATRICES,
     OF_DECODER,
     OF_MATRICES,

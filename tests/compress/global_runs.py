@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._inspection.collectives import CompiledCollective, collectives_of
 from dynamiq_jax._inspection.devices import Devices
-from tests.compress import further_global_forms, global_meshes, global_modules  # noqa: F401
+from tests.compress import global_meshes  # noqa: F401
 from tests.compress.global_forms import FORMS, Form, Place, Step
 
 OPTIONS = dq.Compression(exact_below=256)

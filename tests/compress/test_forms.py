@@ -8,17 +8,13 @@ import pytest
 
 import dynamiq_jax as dq
 from tests.compress.forms import FORMS, WORKERS
-from tests.compress.further_forms import FURTHER_FORMS
 
 OPTIONS = dq.Compression(exact_below=1024)
 
 
-ALL_FORMS = FORMS | FURTHER_FORMS
-
-
-@pytest.fixture(params=ALL_FORMS)
+@pytest.fixture(params=FORMS)
 def form(request, data_mesh):
-    return ALL_FORMS[request.param](data_mesh(WORKERS))
+    return FORMS[request.param](data_mesh(WORKERS))
 
 
 def compressed(form, method):

@@ -28,6 +28,7 @@ def arguments(mesh):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_metrics_are_those_of_the_sum(kind, jitted):

@@ -75,23 +75,6 @@ def test_errors_of_turns_of_a_loop_cancel_whatever_the_key(data_mesh):
         assert error([total / REPEATS]) < 2 * alone / REPEATS
 
 
-def test_replicas_are_identical(data_mesh):
-    def local(rows, number):
-        return lax.psum(rows[0], "data")[None]
-
-    mapped = jax.shard_map(
-        local,
-        mesh=data_mesh(WORKERS),
-        in_specs=(P("data"), P()),
-        out_specs=P("data"),
-        check_vma=False,
-    )
-    replicas = dq.compress(mapped, "data", only=every_sum)(ROWS, jnp.float32(0))
-    assert dq.vnmse(replicas[0], jnp.sum(ROWS, 0)) > 0
-    for each in replicas[1:]:
-        np.testing.assert_array_equal(each, replicas[0])
-
-
 @pytest.mark.parametrize("key", [None, lambda rows, number: jax.random.key(3)])
 def test_all_workers_have_one_key(key, data_mesh, monkeypatch):
     """In a loop, where a given key is changed too: methods share random choices by their keys."""

@@ -259,7 +259,8 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
 
     step, given = (update_outside(mesh), (PARAMS, X, Y)) if kind == "unknown" else (swapped, args)
     compressed = dq.compress(jax.jit(step) if jitted else step, "data", **OPTIONS)
-    for function in (compressed, compressed.report, compressed.trace, compressed.lower):
+    in_a_jit = jax.jit(compressed)  # no array of another trace has a sharding
+    for function in (compressed, in_a_jit, compressed.report, compressed.trace, compressed.lower):
         with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
             function(*given)
     (found,) = dq.inspect(compressed, *given).findings

@@ -17,6 +17,14 @@ MANY = {
 }
 
 
+TREE = {
+    "w": jax.ShapeDtypeStruct((WORKERS, 64, 96), jnp.float32),
+    "v": jax.ShapeDtypeStruct((WORKERS, 40, 64), jnp.float32),
+    "b": jax.ShapeDtypeStruct((WORKERS, 64), jnp.float32),
+}
+KEY_BYTES = 4
+
+
 def key_of(*args):
     return jax.random.key(0)
 
@@ -25,16 +33,20 @@ def own(stacked):
     return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
+def text_of(step, *args):
+    return jax.jit(step).lower(*args).compile().as_text()
+
+
 def sent(step, *args):
-    text = jax.jit(step).lower(*args).compile().as_text()
-    return sum(each.sent_bytes(WORKERS) for each in collectives(text))
+    return sum(each.sent_bytes(WORKERS) for each in collectives(text_of(step, *args)))
 
 
-def mean_of(data_mesh, tree):
-    def local(stacked):
-        return lax.pmean(own(stacked), "data")
+def on_mesh(data_mesh, local, out=P()):
+    return jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=P("data"), out_specs=out)
 
-    return jax.shard_map(local, mesh=data_mesh(WORKERS), in_specs=P("data"), out_specs=P())
+
+def mean_of(data_mesh):
+    return on_mesh(data_mesh, lambda stacked: lax.pmean(own(stacked), "data"))
 
 
 POLICIES = {
@@ -49,7 +61,7 @@ POLICIES = {
 def test_policies_of_a_sum_are_in_its_row(name, data_mesh):
     """Twelve sums: "sum_10" comes before "sum_2" in the order of names."""
     method = POLICIES[name]
-    step = dq.compress(mean_of(data_mesh, MANY), "data", key=key_of, method=method, only=every_sum)
+    step = dq.compress(mean_of(data_mesh), "data", key=key_of, method=method, only=every_sum)
     report = step.report(MANY)
     place = int(next(iter(method)).strip("^$").removeprefix("sum_"))
     others = [each for number, each in enumerate(report.sums) if number != place]
@@ -67,6 +79,67 @@ def test_policies_of_a_sum_are_in_its_row(name, data_mesh):
     assert sent(step, MANY) == pytest.approx(counted, rel=1e-6)
 
 
+def test_a_step_sends_the_messages_of_a_mean_of_the_same_tree(data_mesh):
+    def local(stacked):
+        return dq.pmean(own(stacked), "data", key=jax.random.key(0))
+
+    by_hand = text_of(on_mesh(data_mesh, local), TREE)
+    step = dq.compress(mean_of(data_mesh), "data", key=key_of, only=every_sum)
+    found = collectives(text_of(step, TREE))
+    assert found
+    assert sorted(map(str, found)) == sorted(map(str, collectives(by_hand)))
+
+
+def test_without_a_key_a_group_sends_four_bytes_more_than_the_report(data_mesh):
+    with_key = dq.compress(mean_of(data_mesh), "data", key=key_of, only=every_sum)
+    without = dq.compress(mean_of(data_mesh), "data", only=every_sum)
+    report = without.report(TREE)
+    counted = sum(each.bytes_after for each in report.sums)
+    assert sent(with_key, TREE) == pytest.approx(counted)
+    more = sent(without, TREE) - counted
+    assert more == pytest.approx(KEY_BYTES * 2 * (WORKERS - 1) / WORKERS)
+
+
+def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
+    def scatter(stacked):
+        return lax.psum_scatter(stacked["w"][0], "data", tiled=True)
+
+    def gather(stacked):
+        return lax.all_gather(stacked["w"][0], "data", tiled=True)
+
+    operations = ("psum_scatter", "all_gather")
+    size = 4 * 64 * 96
+    in_full = {scatter: (WORKERS - 1) * size // WORKERS, gather: (WORKERS - 1) * size}
+    for local, before in in_full.items():
+        mapped = on_mesh(data_mesh, local, out=P("data"))
+        unrolled = dq.topologies.Ring(unroll=True)
+        options = {
+            "method": dq.Compression(topology=unrolled),
+            "operations": operations,
+            "only": every_sum,
+        }
+        step = dq.compress(mapped, "data", key=key_of, **options)
+        (each,) = step.report(TREE).compressed
+        assert sent(step, TREE) == pytest.approx(each.bytes_after)
+        assert each.bytes_before == before
+        assert each.bytes_after < 0.2 * before
+
+
+def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
+    def local(stacked):
+        small = stacked["b"][0].astype(jnp.bfloat16)
+        return lax.psum_scatter((stacked["w"][0], small), "data", tiled=True)
+
+    unrolled = dq.topologies.Ring(unroll=True)
+    options = {"method": dq.Compression(topology=unrolled), "only": every_sum}
+    step = dq.compress(on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, **options)
+    large, small = step.report(TREE).sums
+    others, size = WORKERS - 1, 64 // WORKERS
+    assert (small.group, small.is_compressed) == (0, False)
+    assert (small.bytes_before, small.bytes_after) == (2 * others * size, 4 * others * size)
+    assert sent(step, TREE) == pytest.approx(large.bytes_after + small.bytes_after)
+
+
 def test_bytes_before_are_those_of_the_dtype_that_the_step_sends(data_mesh):
     """An exact sum of a group is sent in float32, and was in its own dtype before."""
     tree = {
@@ -77,7 +150,7 @@ def test_bytes_before_are_those_of_the_dtype_that_the_step_sends(data_mesh):
             "c": (64, jnp.float16),
         }.items()
     }
-    step = dq.compress(mean_of(data_mesh, tree), "data", method="bf16", only=every_sum)
+    step = dq.compress(mean_of(data_mesh), "data", method="bf16", only=every_sum)
     large, single, small = step.report(tree).sums
     passes = 2 * (WORKERS - 1) / WORKERS
     assert large.bytes_before == large.bytes_after == passes * 2 * 4096
@@ -101,7 +174,7 @@ def test_bytes_over_several_axes_are_those_of_the_slow_one():
 def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
     tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
     step = dq.compress(
-        mean_of(data_mesh, tree),
+        mean_of(data_mesh),
         "data",
         key=key_of,
         only=every_sum,
@@ -167,12 +240,12 @@ def test_exact_sums_have_bytes_and_the_number_of_times_too():
 
 
 def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
-    step = dq.compress(mean_of(data_mesh, MANY), "data", only=every_sum)
+    step = dq.compress(mean_of(data_mesh), "data", only=every_sum)
     text = str(step.report(MANY)).splitlines()
     assert len(text) == 2
     assert text[1].startswith("12 x  psum test_report.py:")
     one = {"p00": MANY["p00"]}
-    step = dq.compress(mean_of(data_mesh, one), "data", only=every_sum)
+    step = dq.compress(mean_of(data_mesh), "data", only=every_sum)
     alone = str(step.report(one)).splitlines()
     assert alone[1].startswith("psum test_report.py:")
 

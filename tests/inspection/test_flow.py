@@ -52,10 +52,6 @@ def zeros_by_hand(params, rows):
     return sgd(params, mean(jax.grad(frozen_loss)(params, rows)))
 
 
-def zeros_of_a_jitted_gradient(params, rows):
-    return sgd(params, mean(jax.jit(jax.grad(frozen_loss))(params, rows)))
-
-
 def zeros_added_up_in_a_loop(params, rows):
     def turn(total, rows):
         return jax.tree.map(jnp.add, total, jax.grad(frozen_loss)(params, rows)), None
@@ -137,18 +133,15 @@ def projected(params, rows):
     return sgd(params, jax.tree.map(lambda a, b: a + (b - share * a), first, second))
 
 
-def steps_in_a_loop(momentum):
-    def step(params, rows):
-        optimizer = optax.sgd(0.1, momentum=0.9) if momentum else optax.sgd(0.1)
+def steps_in_a_loop(params, rows):
+    optimizer = optax.sgd(0.1, momentum=0.9)
 
-        def turn(carry, rows):
-            params, state = carry
-            updates, state = optimizer.update(mean(jax.grad(loss)(params, rows)), state)
-            return (optax.apply_updates(params, updates), state), None
+    def turn(carry, rows):
+        params, state = carry
+        updates, state = optimizer.update(mean(jax.grad(loss)(params, rows)), state)
+        return (optax.apply_updates(params, updates), state), None
 
-        return lax.scan(turn, (params, optimizer.init(params)), batches(rows))[0][0]
-
-    return step
+    return lax.scan(turn, (params, optimizer.init(params)), batches(rows))[0][0]
 
 
 def two_steps_unrolled(params, rows):
@@ -163,18 +156,6 @@ def two_optimizers(params, rows):
     joint = lambda params, critic: loss(params, rows) - loss(critic, rows)  # noqa: E731
     first, second = jax.grad(joint, (0, 1))(params, critic)
     return sgd(params, mean(first)), sgd(critic, mean(second))
-
-
-def extragradient(params, rows):
-    ahead = plain(params, rows)
-    return sgd(params, mean(jax.grad(loss)(ahead, rows)))
-
-
-def noise_scale(params, rows):
-    """The norms of single sums are used, too."""
-    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
-    norms = [sum(jnp.vdot(leaf, leaf) for leaf in each.values()) for each in (first, second)]
-    return sgd(params, jax.tree.map(jnp.add, first, second)), jnp.stack(norms)
 
 
 def one_sum_decides(params, rows):
@@ -215,7 +196,6 @@ def no_zeros_after_all(params, rows):
 
 STEPS = {
     "zeros by hand": (zeros_by_hand, FROZEN, "thrown"),
-    "zeros of a jitted gradient": (zeros_of_a_jitted_gradient, FROZEN, "thrown"),
     "zeros added up in a loop": (zeros_added_up_in_a_loop, FROZEN, "thrown"),
     "zeros in front of the sum": (by_optax(FREEZE, None), PARAMS, "thrown"),
     "zeros behind the sum": (by_optax(None, FREEZE), PARAMS, "thrown"),
@@ -225,16 +205,12 @@ STEPS = {
     "losses one by one": (losses_one_by_one, PARAMS, "repeated"),
     "plain": (plain, PARAMS, None),
     "summed once": (summed_once, PARAMS, None),
-    "clipped by value": (by_optax(optax.clip(1.0), None), PARAMS, None),
     "frozen and masked": (by_optax(REDUCE_TRAINED, FREEZE), PARAMS, None),
     "clipped one by one": (clipped_one_by_one, PARAMS, None),
     "projected": (projected, PARAMS, None),
-    "steps in a loop": (steps_in_a_loop(momentum=False), PARAMS, None),
-    "steps in a loop with momentum": (steps_in_a_loop(momentum=True), PARAMS, None),
+    "steps in a loop with momentum": (steps_in_a_loop, PARAMS, None),
     "two steps unrolled": (two_steps_unrolled, PARAMS, None),
     "two optimizers": (two_optimizers, PARAMS, None),
-    "extragradient": (extragradient, PARAMS, None),
-    "noise scale": (noise_scale, PARAMS, None),
     "one sum decides": (one_sum_decides, PARAMS, None),
     "bounded total": (bounded_total, PARAMS, None),
     "each sum is a result": (each_sum_is_a_result, PARAMS, None),

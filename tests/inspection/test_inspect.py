@@ -121,17 +121,6 @@ def test_axes_in_two_levels_are_sound():
     assert ("exact, fast axes", "inside a host") in links
 
 
-def test_an_exact_sum_over_the_fast_axis_alone_is_sound():
-    def reduce(grads, key):
-        stacked = jnp.concatenate([grads["w"], grads["w"]])
-        norms = jax.lax.pmean(stacked, "local")
-        mean = dq.pmean(grads, ("hosts", "local"), key=key, method="bf16")
-        return mean | {"w": mean["w"] + norms[:512]}
-
-    step = manual_step(mesh_of(hosts=2, local=4), reduce)
-    assert dq.inspect(step, EXACT_PARAMS, BATCH, KEY).findings == ()
-
-
 # ---------------------------------------------------------------------------- broken steps
 
 
@@ -143,12 +132,64 @@ def twice_the_other_way(grads, key):
     return jax.lax.pmean(compressed(grads, key), "data")
 
 
-@pytest.mark.parametrize("reduce", (twice, twice_the_other_way))
-def test_an_exact_sum_beside_the_compressed_one_is_a_double_reduction(reduce):
-    found = dq.inspect(manual_step(mesh_of(data=4), reduce), EXACT_PARAMS, BATCH, KEY)
-    assert kinds(found) == ["double reduction"]
-    assert "['w']" in found.findings[0].text
-    assert "One mistake found" in str(found) and found.findings[0].text in str(found)
+def beside(grads, key):
+    """A large exact sum of other sizes."""
+    exact = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "data")
+    mean = compressed(grads, key)
+    return mean | {"w": mean["w"] + exact[:512]}
+
+
+def over_the_fast_axis(grads, key):
+    norms = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "local")
+    mean = dq.pmean(grads, ("hosts", "local"), key=key, method="bf16")
+    return mean | {"w": mean["w"] + norms[:512]}
+
+
+def scaled_by_their_norm(grads, key):
+    norm = jax.lax.pmean(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), "data")
+    return jax.tree.map(lambda leaf: leaf * norm, compressed(grads, key))
+
+
+def by_policy(grads, key):
+    """Leaves that are exact by choice."""
+    return dq.pmean(grads, "data", key=key, method={".*": "uncompressed"})
+
+
+def frozen_and_repeated(grads, key):
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    both = compressed({"own": grads, "frozen": zeros}, key)
+    again = compressed(jax.tree.map(lambda leaf: 2 * leaf, grads), key)
+    return jax.tree.map(jnp.add, both["own"], again)
+
+
+ON_DATA = {"data": 4}
+# Sums of a step, its mesh, the devices of a host, the mistakes, and a part of their text.
+SUMS = [
+    (twice, ON_DATA, None, ["double reduction"], r"\['w'\]"),
+    (twice_the_other_way, ON_DATA, None, ["double reduction"], r"\['w'\]"),
+    (beside, ON_DATA, None, ["not compressed"], "is exact"),
+    (over_the_fast_axis, {"hosts": 2, "local": 4}, None, [], ""),
+    (scaled_by_their_norm, ON_DATA, None, [], ""),
+    (by_policy, ON_DATA, None, [], ""),
+    (
+        *(frozen_and_repeated, ON_DATA, None, ["sent and thrown away", "sent repeatedly"]),
+        "(?s)optax.masked.*sum once behind the loop",
+    ),
+    (compressed, {"data": 1, "model": 4}, None, ["one worker"], "'data'"),
+    (compressed, ON_DATA, 4, ["fast link"], "'data'"),
+    (compressed, ON_DATA, 1, [], ""),
+    (compressed, ON_DATA, None, [], ""),
+]
+
+
+@pytest.mark.parametrize(("reduce", "sizes", "devices_per_host", "expected", "says"), SUMS)
+def test_mistakes_of_sums_are_found_and_no_others(reduce, sizes, devices_per_host, expected, says):
+    step = manual_step(mesh_of(**sizes), reduce)
+    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=devices_per_host)
+    assert kinds(found) == expected
+    assert re.search(says, str(found))
+    assert all(finding.text in str(found) for finding in found.findings)
+    assert ("One mistake found" in str(found)) == (len(expected) == 1)
 
 
 def test_a_sum_by_autodiff_is_a_double_reduction():
@@ -227,14 +268,6 @@ def test_small_leaves_are_below_the_threshold():
     assert "8 of 8 leaves" in found.findings[0].text and "100%" in found.findings[0].text
 
 
-def test_small_leaves_that_are_exact_by_choice_or_few_are_no_mistake():
-    def by_policy(grads, key):
-        return dq.pmean(grads, "data", key=key, method={".*": "uncompressed"})
-
-    found = dq.inspect(manual_step(mesh_of(data=4), by_policy), EXACT_PARAMS, BATCH, KEY)
-    assert found.findings == ()
-
-
 def sharded_and_compressed(grads, key):
     """Sums of a layer that is sharded over fsdp, as large as a parameter, in bfloat16 and exact."""
     partial = jax.lax.psum(grads["w"].astype(jnp.bfloat16), "fsdp")
@@ -268,20 +301,6 @@ def test_axes_of_workers_may_be_said_where_nothing_is_compressed(workers, expect
     assert len(kinds(found)) == expected == len(set(kinds(found)))
 
 
-def test_frozen_parameters_and_repeated_sums_are_found():
-    def reduce(grads, key):
-        zeros = jax.tree.map(jnp.zeros_like, grads)
-        both = compressed({"own": grads, "frozen": zeros}, key)
-        again = compressed(jax.tree.map(lambda leaf: 2 * leaf, grads), key)
-        return jax.tree.map(jnp.add, both["own"], again)
-
-    found = dq.inspect(manual_step(mesh_of(data=4), reduce), EXACT_PARAMS, BATCH, KEY)
-    assert kinds(found) == ["sent and thrown away", "sent repeatedly"]
-    text = str(found)
-    assert "optax.masked" in text
-    assert "sum once behind the loop" in text
-
-
 @pytest.mark.parametrize("in_the_optimizer", (True, False))
 def test_an_optimizer_that_adds_up_sums_is_found(in_the_optimizer):
     """By its state, which a step takes and returns."""
@@ -309,41 +328,6 @@ def test_an_optimizer_that_adds_up_sums_is_found(in_the_optimizer):
         found = dq.inspect(step, EXACT_PARAMS, state, BATCH, KEY)
     assert kinds(found) == ["sent repeatedly"] * in_the_optimizer
     assert not in_the_optimizer or "MultiSteps" in found.findings[0].text
-
-
-def test_an_axis_of_one_worker_has_nothing_to_compress():
-    mesh = mesh_of(data=1, model=4)
-    found = dq.inspect(manual_step(mesh, compressed), EXACT_PARAMS, BATCH, KEY)
-    assert kinds(found) == ["one worker"]
-    assert "'data'" in found.findings[0].text
-
-
-@pytest.mark.parametrize(
-    ("devices_per_host", "expected"), ((4, ["fast link"]), (1, []), (None, []))
-)
-def test_compression_inside_a_host_is_found_where_hosts_are_known(devices_per_host, expected):
-    step = manual_step(mesh_of(data=4), compressed)
-    found = dq.inspect(step, EXACT_PARAMS, BATCH, KEY, devices_per_host=devices_per_host)
-    assert kinds(found) == expected
-
-
-def test_a_large_exact_sum_beside_compressed_ones_is_found():
-    def partly(grads, key):
-        exact = jax.lax.pmean(jnp.concatenate([grads["w"], grads["w"]]), "data")
-        mean = compressed(grads, key)
-        return mean | {"w": mean["w"] + exact[:512]}
-
-    found = dq.inspect(manual_step(mesh_of(data=4), partly), EXACT_PARAMS, BATCH, KEY)
-    assert kinds(found) == ["not compressed"]
-
-
-def test_losses_and_norms_are_no_mistakes():
-    def with_norm(grads, key):
-        norm = jax.lax.pmean(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), "data")
-        return jax.tree.map(lambda leaf: leaf * norm, compressed(grads, key))
-
-    found = dq.inspect(manual_step(mesh_of(data=4), with_norm), EXACT_PARAMS, BATCH, KEY)
-    assert found.findings == ()
 
 
 # ---------------------------------------------------------------------------- the tool itself
@@ -460,7 +444,7 @@ def test_a_program_without_a_known_mesh_has_groups():
     assert kinds(nothing_compressed) == ["not compressed", "not compressed"]
 
 
-EXACT_SUMS = """\
+HEAD = """\
 HloModule jit_step, num_partitions=4
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -468,13 +452,17 @@ HloModule jit_step, num_partitions=4
   %b = f32[] parameter(1)
   ROOT %sum = f32[] add(%a, %b)
 }
-
+"""
+EXACT_SUMS = (
+    HEAD
+    + """
 ENTRY %main (p: f32[4096]) -> f32[4096] {
   %p = f32[4096]{0} parameter(0)
   SUMS
   ROOT %last = f32[4096]{0} copy(%p)
 }
 """
+)
 
 
 def test_the_largest_sums_of_a_program_without_compression_are_named():
@@ -489,15 +477,9 @@ def test_the_largest_sums_of_a_program_without_compression_are_named():
     assert [re.search(r"of (\d+) MB", text).group(1) for text in named] == ["30", "24", "18"]
 
 
-SCATTERED = """\
-HloModule jit_step, num_partitions=4
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
+SCATTERED = (
+    HEAD
+    + """
 ENTRY %main (p: f32[400], q: f32[400]) -> f32[100] {
   %p = f32[400]{0} parameter(0)
   %q = f32[400]{0} parameter(1)
@@ -506,6 +488,7 @@ ENTRY %main (p: f32[400], q: f32[400]) -> f32[100] {
   ROOT %second = f32[100]{0} get-tuple-element(%both), index=1, metadata={op_name="dynamiq_jax.two"}
 }
 """
+)
 
 
 def test_a_device_sends_all_of_a_reduce_scatter_but_its_own_part():
