@@ -69,7 +69,8 @@ def columns() -> tuple[list[Box], list[Box]]:
     )
     selection = Selection("data", dq.Compression().exact_below)
     program, continued = origins_of(Program(traced))
-    (entered,) = schedule(chosen(program, selection, continued), selection).steps
+    scheduled, _ = schedule(chosen(program, selection, continued), selection)
+    (entered,) = scheduled.steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))
 

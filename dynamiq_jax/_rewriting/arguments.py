@@ -13,8 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels._jax.compat import override
-
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBERS = (float, complex)
@@ -24,19 +22,17 @@ _NUMBERS = (float, complex)
 class _Constant:
     """Leaf that is a constant of a program. Without a hash, it is equal to itself alone."""
 
-    value: Any
+    value: Any = dataclasses.field(compare=False)
+    key: Hashable
 
-    @override
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
-            return False
-        return self.value is other.value or bool(
-            _has_hash(self.value) and self.value == other.value
-        )
-
-    @override
-    def __hash__(self) -> int:
-        return hash(self.value) if _has_hash(self.value) else id(self.value)
+    @classmethod
+    def of(cls, value: Any) -> "_Constant":
+        """Return a constant with what it is compared by."""
+        try:
+            hash(value)
+        except TypeError:
+            return cls(value, id(value))
+        return cls(value, (type(value), value))
 
 
 _Kind = Literal["array", "object"] | _Constant
@@ -108,7 +104,7 @@ class Leaves(NamedTuple):
     def kind(self) -> Hashable:
         """Everything but the arrays that a program depends on, in a form that can be compared."""
         graph, places = self.opened or (None, None)
-        return self.kinds, self.structure, _Constant(graph), places
+        return self.kinds, self.structure, _Constant.of(graph), places
 
     def with_arrays(self, arrays: Sequence[Any]) -> "tuple[Any, tuple[Any, ...]]":
         """Return the tree with other arrays and new objects, and these objects."""
@@ -148,7 +144,7 @@ class Leaves(NamedTuple):
 def _kind_of(leaf: Any, traced: tuple[type, ...]) -> _Kind:
     if isinstance(leaf, traced):
         return "array"
-    return "object" if _is_object(leaf) else _Constant(leaf)
+    return "object" if _is_object(leaf) else _Constant.of(leaf)
 
 
 def _is_object(node: Any) -> bool:
@@ -165,14 +161,6 @@ def _sharding_of(array: Any) -> NamedSharding | None:
         return sharding if is_known else None
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def _has_hash(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def specs_alike(

@@ -22,7 +22,7 @@ from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import schedule
-from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum
+from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
 from pallas_kernels._jax import compat, equations
@@ -37,6 +37,8 @@ class _Program:
     """Step that is traced and scheduled for some arguments."""
 
     schedule: EvaluationSchedule
+    groups: tuple[Reduce, ...]
+    exact: tuple[KeptSum, ...]  # sums that stay as they are
     results: Leaves  # without arrays
     changed: int  # arrays of objects among the results
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
@@ -137,7 +139,7 @@ class CompressedStep:
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: _Program) -> CompressReport:
-        return report_of(program.schedule, self._evaluator)
+        return report_of(program.groups, program.exact, self._evaluator)
 
     def _jitted(self, leaves: Leaves) -> Any:
         """Return the jitted step with compressed sums for arguments as they are placed."""
@@ -191,7 +193,7 @@ class CompressedStep:
         program = program or self._program(leaves, shardings)
         recording.record_step(lambda: self._report(program))
         key = None
-        if self._key is not None and any(program.schedule.groups()):
+        if self._key is not None and program.groups:
             (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
             key = check_key(self._key(*args, **kwargs), ())
         metrics: list[Metrics] | None = [] if self._evaluator.request.measures else None
@@ -260,13 +262,21 @@ class CompressedStep:
         )
         program, continued = origins_of(program)
         program = chosen(program, selection, continued)
-        made = schedule(program, selection, opens_all=self._is_jitted)
-        if not (self._missing_ok or any(made.groups())):
-            raise ValueError(_nothing_to_compress(selection, list(made.exact())))
-        if self._evaluator.request.measures:
-            made.check_no_groups_inside()
+        made, sums = schedule(program, selection, opens_all=self._is_jitted)
+        groups = tuple(each for each in sums if isinstance(each, Reduce))
+        exact = tuple(each for each in sums if isinstance(each, KeptSum))
+        if not (self._missing_ok or groups):
+            raise ValueError(_nothing_to_compress(selection, exact))
+        inside = next((e.around.inside for e in groups if e.around.inside is not None), None)
+        if self._evaluator.request.measures and inside is not None:
+            raise ValueError(
+                "with_metrics=True, but the step has sums to compress inside of "
+                f"{inside.primitive.name!r}, from {equations.place(inside)}, which has no such "
+                "result. Write the sum there with dq.pmean(..., with_metrics=True), or leave "
+                "with_metrics out."
+            )
         donated = tuple(equations.donated_inputs(traced))
-        return _Program(made, results, changed, donated)
+        return _Program(made, groups, exact, results, changed, donated)
 
     def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
         """Return the specs of the arrays of arguments: those of the user, or of shardings."""
@@ -302,7 +312,7 @@ def _leaves_of(value: Any) -> list[Any]:
         return []
 
 
-def _nothing_to_compress(selection: Selection, found: list[KeptSum]) -> str:
+def _nothing_to_compress(selection: Selection, found: Sequence[KeptSum]) -> str:
     lines = [
         f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
         f"{each.source or 'of an unknown line'}: {why}"

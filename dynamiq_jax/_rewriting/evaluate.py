@@ -110,7 +110,9 @@ class Evaluator:
             of_group: Any = jax.random.fold_in(
                 jax.random.key(0) if key is None else key, group.number
             )
-            if key is None or group.times != 1:  # in a loop, a given key is the same in all turns
+            if (
+                key is None or group.around.times != 1
+            ):  # in a loop, a given key is the same in all turns
                 of_group = SampledKey(of_group)
             request = self.request.with_specs(self.specs_of(group))
             outcome = run(collective, tree, of_group, request)

@@ -54,6 +54,7 @@ class Program:
     times: int | None = 1  # that it runs in one call of the equation; None if that is not known
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of axes made manual
     mesh: Any = None  # in which they are
+    inside: Equation | None = None  # outermost equation that holds it, where it is entered
     # Numbers of the inputs of the equation that are its inputs; None if they are not known, as are
     # its outputs then.
     inputs: Sequence[int] | None = None

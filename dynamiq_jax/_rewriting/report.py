@@ -4,12 +4,13 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax import lax
 
-from dynamiq_jax._buckets import exact
+from dynamiq_jax._buckets import exact as exact_leaves
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
@@ -18,7 +19,7 @@ from dynamiq_jax._core.text import aligned, short_name
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._rewriting.evaluate import Evaluator
-from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
+from dynamiq_jax._rewriting.steps import KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
 
@@ -94,10 +95,12 @@ def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
     return where, f"[{shape}]", each.sum.dtype.name, before, after, f"{kept}{group}{times}"
 
 
-def report_of(schedule: EvaluationSchedule, evaluator: Evaluator) -> CompressReport:
+def report_of(
+    groups: Iterable[Reduce], exact: Iterable[KeptSum], evaluator: Evaluator
+) -> CompressReport:
     """Report the groups of a step and the sums that stay as they are."""
-    sums = [each for group in schedule.groups() for each in _of_group(group, evaluator)]
-    sums += [_of_kept(each, evaluator) for each in schedule.exact()]
+    sums = [each for group in groups for each in _of_group(group, evaluator)]
+    sums += [_of_kept(each, evaluator) for each in exact]
     return CompressReport(tuple(sums))
 
 
@@ -136,7 +139,7 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
             each.description,
             each.why_exact or whys.get(i),
             group.number,
-            group.times,
+            group.around.times,
             before[i],
             after[i],
         )
@@ -146,7 +149,7 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
 
 def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
     over: Any = evaluator.over(group)
-    mesh = group.workers.mesh if group.workers else group.mesh
+    mesh = group.workers.mesh if group.workers else group.around.mesh
     mesh = mesh or jax.sharding.get_abstract_mesh()
     specs = evaluator.specs_of(group)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
@@ -172,9 +175,9 @@ def _bucket_bytes(group: Reduce, bucket: Bucket, axes: Axes, estimates: bool) ->
 def _exact_bytes(operation: Operation, axes: Axes, leaf: jax.ShapeDtypeStruct) -> int:
     """Count the bytes that each worker sends for a leaf that stays exact in a group."""
     if operation == "psum":
-        return exact.bytes_sent(axes, [leaf])
+        return exact_leaves.bytes_sent(axes, [leaf])
     if operation == "psum_scatter":
-        leaf = leaf.update(dtype=exact.scattered_dtype(leaf.dtype))
+        leaf = leaf.update(dtype=exact_leaves.scattered_dtype(leaf.dtype))
     return _bytes_before(operation, axes, leaf)
 
 

@@ -38,31 +38,40 @@ from dynamiq_jax._rewriting.steps import (
 from dynamiq_jax._rewriting.sums import Choice, Selection, is_over_rows
 from pallas_kernels._jax import equations
 
+Sums = list[Reduce | KeptSum]  # of a step, in the order of its equations
+
 
 def schedule(
     program: Program, selection: Selection, *, opens_all: bool = False
-) -> EvaluationSchedule:
-    """Schedule a step.
+) -> tuple[EvaluationSchedule, Sums]:
+    """Schedule a step, and return its groups and the sums that stay as they are, too.
 
     Args:
       program: program of the step, with the sums of its equations.
       selection: rule for the sums to compress.
       opens_all: see `flat`.
     """
-    calls = itertools.count()
-    scheduler = _Scheduler(program, selection, calls, opens_all=opens_all)
-    return scheduler.schedule().numbered(itertools.count())
+    sums: Sums = []
+    scheduler = _Scheduler(program, selection, itertools.count(), sums, opens_all=opens_all)
+    return scheduler.schedule(), sums
 
 
 class _Scheduler:
     """Schedules a program; another one each program inside."""
 
     def __init__(
-        self, program: Program, selection: Selection, calls: Iterator[int], *, opens_all: bool
+        self,
+        program: Program,
+        selection: Selection,
+        calls: Iterator[int],
+        sums: Sums,
+        *,
+        opens_all: bool = False,
     ):
         self._program = program
         self._selection = selection
         self._calls = calls
+        self._sums = sums
         self._call = next(calls)
         names: dict[Variable, Value] = {}
         nodes = flat(
@@ -79,13 +88,15 @@ class _Scheduler:
         self._placement.learn(self._outputs, program.output_specs)
 
     def schedule(self) -> EvaluationSchedule:
-        """Return the schedule of the program, whose groups have no numbers yet."""
+        """Return the schedule of the program, and collect its sums."""
         carried = {i: self._program.carried[i] for i in self._program.totals}
         carries = totals_of_turns(self._nodes, self._inputs, self._uses, carried)
+        before = len(self._sums)
         while True:
             steps, left, failed = self._in_order(carries)
             if not failed:
                 break
+            del self._sums[before:]
             carries = {value: output for value, output in carries.items() if output not in failed}
         variables = (Variable(var, self._call) for var in self._program.opened.constvars)
         return EvaluationSchedule(
@@ -147,8 +158,9 @@ class _Scheduler:
         if node.is_target or node.may_join:
             return [terms_of(node)] if is_over_rows(node.equation) else [], members_of(node)
         if not node.holds_target:
-            kept = [*_kept(node.sums, node, self._program), *_kept_inside(node, self._program)]
-            return [as_it_is(node, kept)], ()
+            self._sums += _kept(node.sums, node, self._program)
+            self._sums += _kept_inside(node, self._program)
+            return [as_it_is(node)], ()
         inner.check_known(node.equation)
         programs = []
         steps: list[Step] = []
@@ -157,10 +169,8 @@ class _Scheduler:
         outputs: list[Value] = list(node.outputs)
         members: list[Member] = []
         for part in node.programs:
-            scheduler = _Scheduler(
-                self._inside(part, node), self._selection, self._calls, opens_all=False
-            )
-            inside = scheduler.schedule()
+            program = self._inside(part, node)
+            inside = _Scheduler(program, self._selection, self._calls, self._sums).schedule()
             programs.append(inside)
             for i, member in inside.left.items():
                 result = node.outputs[i]
@@ -209,6 +219,7 @@ class _Scheduler:
         begins_at_zero = (i for i in part.totals if node.operands[part.carried[i]].number == 0)
         return part.within(
             self._program,
+            inside=self._program.inside or node.equation,
             totals=tuple(begins_at_zero),
             input_specs={**before, **part.input_specs},
             output_specs={**after, **part.output_specs},
@@ -226,22 +237,19 @@ class _Scheduler:
                 sizes = {**equations.explicit_sizes(of_kind[0][0].equation), **program.sizes}
                 if (workers := members[0].workers) is not None:
                     sizes |= {workers.axis: workers.count}
+                number = sum(isinstance(each, Reduce) for each in self._sums)
                 managed = program.automatic(workers)
-                yield Reduce(members, program.times, sizes, program.mesh, managed)
+                group = Reduce(members, program, sizes, managed, number)
+                self._sums.append(group)
+                yield group
                 continue
-            moved: list[Member] = []
-            exact: list[KeptSum] = []  # of the moved ones
-            here: dict[Node, list[KeptSum]] = {}
-            for node, member in of_kind:
-                kept = _kept([(member.description, member.why_exact)], node, program)
-                if is_of(node, member):
-                    here.setdefault(node, []).extend(kept)
-                else:
-                    moved.append(member)
-                    exact.extend(kept)
+            moved = [(node, member) for node, member in of_kind if not is_of(node, member)]
+            here = [(node, member) for node, member in of_kind if is_of(node, member)]
+            for node, member in [*moved, *here]:
+                self._sums += _kept([(member.description, member.why_exact)], node, program)
             if moved:
-                yield summed_exactly(moved, exact)
-            yield from itertools.starmap(as_it_is, here.items())
+                yield summed_exactly([member for _, member in moved])
+            yield from map(as_it_is, dict.fromkeys(node for node, _ in here))
 
     def _placed(self, member: Member) -> Member:
         """Return a sum with what is known of where its result lies."""
@@ -281,7 +289,7 @@ def _kept(choices: Sequence[Choice], node: Node, around: Program) -> Iterator[Ke
         has_parts = params.get("axis_index_groups") is not None or around.automatic()
         sizes = {**equations.explicit_sizes(node.equation), **around.sizes}
         if is_over_rows(node.equation):
-            sizes |= params["mesh"].shape
+            sizes |= params["workers"].mesh.shape
         yield KeptSum(description, why, around.times, None if has_parts else sizes)
 
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax import lax
@@ -15,7 +15,7 @@ from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.nodes import Node, Value, Variable
+from dynamiq_jax._rewriting.nodes import Node, Program, Value, Variable
 from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.sums import Operation, Sum, is_over_rows
 from pallas_kernels._jax import compat, equations
@@ -78,8 +78,8 @@ class Member:
     @property
     def workers(self) -> WorkerAxis | None:
         """The workers of a sum that the compiler places; None of one over a manual axis."""
-        mesh = self.params.get("mesh")
-        return None if mesh is None else WorkerAxis(self.description.axes[0], mesh)
+        workers: WorkerAxis | None = self.params.get("workers")
+        return workers
 
     def scattered(self, dimension: int) -> "Member":
         """Return the sum of which each worker gets its part of a dimension.
@@ -143,7 +143,6 @@ class Compute:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     messages: Messages = "none"
-    exact: tuple[KeptSum, ...] = ()  # sums in it, which stay as they are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +150,10 @@ class Reduce:
     """Step of a schedule: one compressed collective, of sums of one kind."""
 
     members: tuple[Member, ...]
-    times: int | None  # that it runs in one call of the step; None if that is not known
+    around: Program  # in which it is
     sizes: Mapping[str, int]  # of the axes around it, by name
-    mesh: Any  # of the map around it; None outside of one
-    automatic: Mapping[str, int]  # sizes of the axes that the compiler manages, by name
-    number: int = 0  # of the group in the whole program; see `numbered`
+    automatic: Mapping[str, int]  # of those that the compiler manages
+    number: int  # of the group in the whole program
 
     def by_path(self, values: Iterable[Any]) -> collections.OrderedDict[str, Any]:
         """Return a tree of values, one for each sum, by the paths of the sums in a policy.
@@ -220,48 +218,6 @@ class EvaluationSchedule:
     outputs: tuple[Value, ...]  # with terms in place of the sums that are left to the caller
     left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
 
-    def groups(self) -> Iterator[Reduce]:
-        """Yield the groups of this program and of those inside."""
-        return (step for step in self._all_steps() if isinstance(step, Reduce))
-
-    def check_no_groups_inside(self) -> None:
-        """Raise ValueError for a group whose metrics cannot be results of this program."""
-        for step in self.steps:
-            if isinstance(step, Enter) and any(g for p in step.programs for g in p.groups()):
-                raise ValueError(
-                    "with_metrics=True, but the step has sums to compress inside of "
-                    f"{step.equation.primitive.name!r}, from {equations.place(step.equation)}, "
-                    "which has no such result. Write the sum there with "
-                    "dq.pmean(..., with_metrics=True), or leave with_metrics out."
-                )
-
-    def exact(self) -> Iterator[KeptSum]:
-        """Yield the sums of this program and of those inside that stay as they are."""
-        for step in self._all_steps():
-            if isinstance(step, Compute):
-                yield from step.exact
-
-    def numbered(self, numbers: Iterator[int]) -> "EvaluationSchedule":
-        """Return the schedule with numbers for its groups and those inside."""
-
-        def with_number(step: Step) -> Step:
-            match step:
-                case Reduce():
-                    return dataclasses.replace(step, number=next(numbers))
-                case Enter():
-                    programs = tuple(program.numbered(numbers) for program in step.programs)
-                    return dataclasses.replace(step, programs=programs)
-            return step
-
-        return dataclasses.replace(self, steps=tuple(map(with_number, self.steps)))
-
-    def _all_steps(self) -> Iterator[Step]:
-        for step in self.steps:
-            yield step
-            if isinstance(step, Enter):
-                for program in step.programs:
-                    yield from program._all_steps()
-
 
 def members_of(node: Node) -> tuple[Member, ...]:
     """Return the sums of an equation."""
@@ -284,9 +240,7 @@ def is_of(node: Node, member: Member) -> bool:
 def terms_of(node: Node) -> Compute:
     """Return the step that makes the terms of a contraction of rows, one for each worker."""
     params = node.equation.params
-    function = unreduced.parts(
-        params["equation"], params["split"], WorkerAxis(params["axes"][0], params["mesh"])
-    )
+    function = unreduced.parts(params["equation"], params["split"], params["workers"])
 
     def terms(*values: Any) -> Sequence[Any]:
         return function(*equations.with_literals(node.equation, values))
@@ -306,7 +260,7 @@ def first_terms(zero: Value, total: Variable, member: Member) -> Compute:
     return Compute(terms, (zero,), (total.first_terms,))
 
 
-def summed_exactly(members: Sequence[Member], exact: Sequence[KeptSum]) -> Compute:
+def summed_exactly(members: Sequence[Member]) -> Compute:
     """Return the step of sums of one kind that stay exact, of terms that other equations make."""
     results = tuple(each.result for each in members)
     axes, workers = members[0].description.axes, members[0].workers
@@ -319,23 +273,22 @@ def summed_exactly(members: Sequence[Member], exact: Sequence[KeptSum]) -> Compu
 
     messages: Messages = "once" if workers is None else "none"
     operands = tuple(each.operand for each in members)
-    return Compute(totals, operands, results, messages, tuple(exact))
+    return Compute(totals, operands, results, messages)
 
 
-def as_it_is(node: Node, exact: Sequence[KeptSum] = ()) -> Compute:
-    """Return the step of an equation as it is, with its sums, or of the zeros that it sums."""
+def as_it_is(node: Node) -> Compute:
+    """Return the step of an equation as it is, or of the zeros that it sums."""
     if node.is_zeros:
         results = node.equation.outvars
 
         def zeros() -> Sequence[Any]:
             return list(map(equations.zeros_like, results))
 
-        return Compute(zeros, (), node.outputs, exact=tuple(exact))
+        return Compute(zeros, (), node.outputs)
     outputs = zip(node.equation.outvars, node.outputs, strict=True)
     return Compute(
         equations.evaluated(node.equation),
         tuple(node.variables.values()),
         tuple(value for var, value in outputs if equations.is_used(var)),
         messages_of(node.equation),
-        tuple(exact),
     )

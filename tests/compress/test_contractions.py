@@ -9,8 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._rewriting import unreduced
+from dynamiq_jax._rewriting.contractions import contraction
 from dynamiq_jax._rewriting.rows import WorkerAxis, follow
-from dynamiq_jax._rewriting.splits import contraction
 from pallas_kernels._jax import equations
 from tests.compress.global_forms import labels, normal
 

@@ -111,8 +111,8 @@ def test_the_slow_axis_is_the_one_that_sends_fewer_bytes(two_by_two):
     whole = mapped(step, two_by_two, specs=specs)
     one = dq.compress(whole, ("data", "local"), method=METHOD).report(*ARGS).compressed
     other = dq.compress(whole, "data", method=METHOD).report(*ARGS).compressed
-    for parts, full in zip(one, other, strict=True):
-        assert parts.bytes_after == pytest.approx(full.bytes_after / 2)
+    for part, full in zip(one, other, strict=True):
+        assert part.bytes_after == pytest.approx(full.bytes_after / 2)
     text = jax.jit(dq.compress(whole, ("data", "local"), method=METHOD)).lower(*ARGS).compile()
     moved = [line for line in text.as_text().splitlines() if " collective-permute(" in line]
     assert moved
