@@ -121,12 +121,11 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                     )
             elif line.opcode == "while":
                 turns = program.trips(name, line)
-                turns = 1 if turns is None else turns
-                yield from inside(line.called("body"), times * turns, in_branch)
-            elif line.opcode == "call":
-                yield from inside(line.called("to_apply"), times, in_branch)
-            elif line.opcode == "async-start":
-                yield from inside(line.called("calls"), times, in_branch)
+                again = times if turns is None else times * turns
+                yield from inside(line.called("body"), again, in_branch)
+            elif line.opcode in ("call", "async-start"):
+                role = "to_apply" if line.opcode == "call" else "calls"
+                yield from inside(line.called(role), times, in_branch)
             elif line.opcode == "conditional":
                 for branch in line.branches():
                     yield from inside(branch, times, True)

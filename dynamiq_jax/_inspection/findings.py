@@ -110,23 +110,25 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
         least = max(_FEW * sum(one.bytes for one in labeled), _SMALL)
         groups = {one.groups for one in labeled if scopes.FAST not in one.labels}
         twice = _summed_twice(known)
-        for one in others:
-            if one.groups in groups and one.bytes > least and one not in twice:
-                yield Finding(
-                    "not compressed",
-                    f"{_what(one)} is exact, over the same axis as compressed gradients. If these "
-                    f"are gradients, give them to the same call{_by_autodiff(one)}.",
-                )
+        found = [one for one in others if one.groups in groups and one not in twice]
+        remedy = (
+            ", over the same axis as compressed gradients. If these are gradients, give them to "
+            "the same call"
+        )
     elif not any(record.num_workers == 1 for record in known.records):
+        least = _SMALL
         over_workers = [one for one in others if _is_between_workers(one, known)]
-        for one in sorted(over_workers, key=lambda one: -one.bytes)[:3]:
-            if one.bytes > _SMALL:
-                yield Finding(
-                    "not compressed",
-                    f"{_what(one)} is exact: nothing in this program is compressed. Wrap the step "
-                    "in dq.compress, or average gradients by dq.pmean inside jax.shard_map"
-                    f"{_by_autodiff(one)}.",
-                )
+        found = sorted(over_workers, key=lambda one: -one.bytes)[:3]
+        remedy = (
+            ": nothing in this program is compressed. Wrap the step in dq.compress, or average "
+            "gradients by dq.pmean inside jax.shard_map"
+        )
+    else:
+        return
+    for one in found:
+        if one.bytes > least:
+            text = f"{_what(one)} is exact{remedy}{_by_autodiff(one)}."
+            yield Finding("not compressed", text)
 
 
 def _whole_gradient(known: Evidence) -> Iterator[Finding]:

@@ -167,15 +167,14 @@ def parts_of(type: str) -> list[str]:
     """Return the parts of the text of a tuple type; a type that is no tuple is its only part."""
     if not type.startswith("("):
         return [type]
-    parts, depth, start = [], 0, 1
-    for index, letter in enumerate(type):
+    parts, depth = [""], 0
+    for letter in type[1:-1]:
         depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)
-        if (letter == "," and depth == 1) or depth == 0:
-            parts.append(type[start:index].strip())
-            start = index + 1
-        if depth == 0:
-            break
-    return parts
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _instruction(name: str, rest: str, is_root: bool) -> HloInstruction:

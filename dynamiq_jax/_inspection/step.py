@@ -108,21 +108,17 @@ def inspect_text(
       devices_per_host: see `inspect`.
     """
     candidates = [*meshes, *(dict(record.mesh) for record in known.records)]
-    count = max(map(_size, candidates), default=0)
-    whole = [mesh for mesh in candidates if _size(mesh) == count]
-    mesh = max(whole, key=lambda mesh: len(_sizes(mesh)), default={})
+    mesh = max(candidates, key=_size, default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
     known = dataclasses.replace(known, collectives=collectives)
     return Inspection(rows_of(collectives), tuple(findings(known)))
 
 
-def _sizes(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
+def _size(mesh: Mesh | Mapping[str, int]) -> tuple[int, int]:
+    """Return the number of devices of a mesh, and that of axes with several."""
     sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
-    return {name: size for name, size in sizes.items() if size > 1}
-
-
-def _size(mesh: Mesh | Mapping[str, int]) -> int:
-    return math.prod(_sizes(mesh).values())
+    several = [size for size in sizes.values() if size > 1]
+    return math.prod(several), len(several)
 
 
 def _meshes(tree: Any) -> Iterator[Mesh]:

@@ -13,7 +13,6 @@ import optax
 from flax import jax_utils
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -143,15 +142,6 @@ def jitted_and_donated(mesh):
 
 
 @form
-def jitted_inside(mesh):
-    @jax.jit
-    def gradient(*args):
-        return jax.grad(mean_loss)(*args)
-
-    return in_map(lambda *a: jax.tree.map(lambda g: 2 * g, gradient(*a)), mesh)
-
-
-@form
 def static_argument(mesh):
     @functools.partial(jax.jit, static_argnames="twice")
     def step(params, x, y, twice):
@@ -159,19 +149,6 @@ def static_argument(mesh):
         return jax.tree.map(lambda g: 2 * g, gradient) if twice else gradient
 
     return Form(functools.partial(step, twice=True), (PARAMS, X, Y))
-
-
-@form
-def optimizer_and_statistics(mesh):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-
-    def step(params, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(lax.pcast(params, "data", to="varying"), x, y)
-        grads, loss = lax.pmean((grads, loss), "data")
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return updates, jnp.isfinite(loss)
-
-    return in_map(lambda *a: step(*a)[0], mesh)
 
 
 @form
@@ -293,17 +270,6 @@ def two_models_one_after_the_other(mesh):
 
 
 @form
-def parameter_that_is_used_twice(mesh):
-    """JAX adds two sums of its gradient, of which one is transposed."""
-
-    def loss(params, x, y):
-        hidden = jnp.tanh(x @ params["w"])
-        return lax.pmean(jnp.mean((hidden @ params["w"].T - y) ** 2), "data")
-
-    return in_map(lambda *a: jax.grad(loss)(*a)["w"], mesh, compressed=1, same_sums=False)
-
-
-@form
 def half_precision_and_integers(mesh):
     def step(params, x, y):
         grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), own_gradient(params, x, y))
@@ -351,17 +317,6 @@ def loss_gradients_and_aux_in_one_mean(mesh):
         return lax.pmean(jax.value_and_grad(loss, has_aux=True)(params), "data")[1]
 
     return in_map(step, mesh, check_vma=False)
-
-
-@form
-def flat_vector(mesh):
-    """All gradients as one vector."""
-
-    def step(params, x, y):
-        flat, unravel = ravel_pytree(own_gradient(params, x, y))
-        return unravel(lax.pmean(flat, "data"))
-
-    return in_map(step, mesh, compressed=1)
 
 
 @form
@@ -427,21 +382,6 @@ def _initial(net, x):
         lambda leaf: leaf[0],
         jax.vmap(lambda x: net().init(KEYS[0], x), axis_name="batch")(x[None]),
     )
-
-
-@form
-def dropout_of_each_worker(mesh):
-    """Every worker has noise of its own, from its place on the axis."""
-
-    def step(params, x, y):
-        key = jax.random.fold_in(jax.random.key(7), lax.axis_index("batch"))
-        kept = jax.random.bernoulli(key, 0.5, x.shape)
-        return lax.pmean(jax.grad(loss_fn)(params, jnp.where(kept, x, 0), y), "batch")
-
-    pmapped = jax.pmap(
-        step, axis_name="batch", in_axes=(None, 0, 0), devices=list(mesh.devices.flat)
-    )
-    return Form(pmapped, (PARAMS, *HALVES), options={"axis_name": "batch"})
 
 
 @form
@@ -520,20 +460,6 @@ def scaled_loss_of_half_precision(mesh):
         return lax.cond(finite, lambda g: g, skipped, grads)
 
     return in_map(step, mesh, check_vma=False, same_sums=False)
-
-
-@form
-def ensemble_in_a_vmap(mesh):
-    """Three models in a `vmap` inside of the map: each sum has all of them."""
-
-    def step(params, x, y):
-        def of_model(scale):
-            scaled = jax.tree.map(lambda p: p * scale, params)
-            return lax.pmean(jax.grad(loss_fn)(scaled, x, y), "data")
-
-        return jax.vmap(of_model)(jnp.array([0.5, 1.0, 2.0]))
-
-    return in_map(step, mesh, check_vma=False)
 
 
 @form

@@ -420,23 +420,6 @@ def muon(place):
     return with_optimizer(place, optax.contrib.muon(1e-2))
 
 
-@form(*OF_MATRICES, *OF_MATRICES, groups=2)
-def two_losses_and_two_optimizers(place):
-    """Two networks, of which the second learns from the result of the first one's update."""
-    first, second = optax.adam(1e-2), optax.sgd(0.1, momentum=0.9)
-
-    def step(state, x, y):
-        params, optimizer, critic, of_critic = state
-        loss, gradients = jax.value_and_grad(squares)(params, x, y)
-        params, optimizer = updated(first, gradients, optimizer, params)
-        error, gradients = jax.value_and_grad(squares)(critic, x, output(params, x) - y)
-        critic, of_critic = updated(second, gradients, of_critic, critic)
-        return (params, optimizer, critic, of_critic), loss + error
-
-    state = MATRICES, first.init(MATRICES), MATRICES, second.init(MATRICES)
-    return Step(step, place.put(state), place.put((X, Y), "data"))
-
-
 @form(*OF_MATRICES, (16, 16))
 def contrastive(place):
     """Each row against all others: products of all rows stay exact in the backward pass."""

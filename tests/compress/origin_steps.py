@@ -122,15 +122,6 @@ def scaled_by_a_state_and_skipped(p, s, x, y):
 
 
 @gradients()
-def weighted_by_tokens(p, s, x, y):
-    tokens = (x[:, :1] > 0).astype(jnp.float32)
-    g = jax.grad(lambda p: jnp.sum(tokens * (hidden(p, x) @ p["v"] - y) ** 2))(p)
-    count = jnp.sum(tokens)
-    total = lax.psum(each(lambda g: g * (count / 3), g), "data")
-    return each(lambda g: g / lax.psum(count, "data"), total)
-
-
-@gradients()
 def accumulated_in_a_scan(p, s, x, y):
     def add(total, batch):
         return each(jnp.add, total, grad(p, *batch)), None
@@ -145,21 +136,6 @@ def accumulated_from_step_to_step(p, s, x, y):
     acc = each(lambda a, g: a + (g - a) / 3, s, grad(p, x, y))
     is_due = lax.psum(1, "data") > 0
     return lax.cond(is_due, mean, lambda acc: acc, acc)
-
-
-@gradients()
-def residual_of_error_feedback(p, s, x, y):
-    return mean(
-        each(lambda r, g: r + 0.1 * g.astype(jnp.float16).astype(jnp.float32), s, grad(p, x, y))
-    )
-
-
-@gradients()
-def several_losses(p, s, x, y):
-    """The gradient of one, without its part along that of another."""
-    a, b = grad(p, x, y), grad(p, y, x)
-    inner = optax.tree.vdot(a, b) / optax.tree.vdot(b, b)
-    return mean(each(lambda a, b: a - inner * b + 0.5 * b, a, b))
 
 
 @gradients(compressed=1)
@@ -280,11 +256,6 @@ def factors_of_kfac(p, s, x, y):
 
 
 @others(MIXED)
-def changed_and_decayed_parameters(p, s, x, y):
-    return mean(each(lambda p, g: 0.999 * p - 0.1 * g, p, grad(p, x, y)))
-
-
-@others(MIXED)
 def changes_of_local_steps(p, s, x, y):
     def turn(p, batch):
         return each(lambda p, g: p - 0.1 * g, p, grad(p, *batch)), None
@@ -301,19 +272,8 @@ def updates_of_adam(p, s, x, y):
 
 
 @others(NONE)
-def averaged_parameters(p, s, x, y):
-    grad(p, x, y)
-    return mean(each(lambda s, p: 0.9 * s + 0.1 * p, s, p))
-
-
-@others(NONE)
 def gradients_that_are_arguments(p, s, x, y):
     return mean(s)
-
-
-@others(NONE, exact=1)
-def covariance_of_the_batch(p, s, x, y):
-    return mean(x.T @ x)
 
 
 @others(NONE, exact=1)
@@ -321,18 +281,6 @@ def evolution(p, s, x, y):
     noise = jax.random.normal(jax.random.key(0), (4, SIZE, SIZE))
     losses = jax.vmap(lambda n: loss({**p, "w": p["w"] + 0.1 * n}, x, y))(noise)
     return mean(jnp.einsum("i,ijk->jk", losses, noise))
-
-
-@others(NONE)
-def gradients_forward(p, s, x, y):
-    _, slope = jax.jvp(lambda p: loss(p, x, y), (p,), (s,))
-    return mean(each(lambda s: slope * s, s))
-
-
-@others(MIXED, exact=1)
-def losses_in_one_vector_with_gradients(p, s, x, y):
-    value, g = jax.value_and_grad(loss)(p, x, y)
-    return mean(jnp.concatenate([ravel_pytree(g)[0], value[None]]))
 
 
 @others(f"{IN_FORWARD}|{CONTINUED}", exact=4)

@@ -389,6 +389,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_a_scan", [False, True])
 @pytest.mark.parametrize("name", STATES)
 def test_states_are_those_of_one_device(name, in_a_scan, data_mesh):
