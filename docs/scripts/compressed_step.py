@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting.nodes import Program
+from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.schedule import schedule
@@ -68,7 +68,7 @@ def columns() -> tuple[list[Box], list[Box]]:
         for equation in equations.opened(inner)[0].eqns
     )
     selection = Selection("data", dq.Compression().exact_below)
-    program, continued = origins_of(Program(traced))
+    program, continued = origins_of(StepProgram(traced))
     scheduled, _ = schedule(chosen(program, selection, continued), selection)
     (entered,) = scheduled.steps
     after = (_after(each, report) for each in entered.programs[0].steps)

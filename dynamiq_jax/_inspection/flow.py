@@ -14,7 +14,7 @@ import numpy as np
 
 from dynamiq_jax._plan.recording import marked
 from dynamiq_jax._rewriting.inner import programs_of
-from dynamiq_jax._rewriting.nodes import Program as Part
+from dynamiq_jax._rewriting.nodes import StepProgram
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation, Program
 
@@ -113,7 +113,7 @@ class _Reading:
         results = [self._inside(part, inputs, times) for part in parts if part.has_outputs]
         return [_either(values) for values in zip(*results, strict=True)]
 
-    def _inside(self, part: Part, inputs: Sequence[_Value], times: int) -> list[_Value]:
+    def _inside(self, part: StepProgram, inputs: Sequence[_Value], times: int) -> list[_Value]:
         """Read a program of an equation with some inputs; return its outputs."""
         values = [inputs[number] for number in part.inputs or ()]
         if not part.carried and part.first_of_turn is None:

@@ -13,10 +13,10 @@ from dynamiq_jax._inputs.checks import check_key
 from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
-from dynamiq_jax._rewriting.contractions import Known, Marker, workers_of
+from dynamiq_jax._rewriting.contractions import Marker, RowHint, workers_of
 from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import Program
+from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.report import CompressReport, report_of
@@ -249,12 +249,12 @@ class CompressedStep:
         selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
         likely: dict[int, PartitionSpec] = {}
         if workers is not None:
-            rows = [Known(rows_of_spec(spec or (), workers.axis)) for spec in specs]
+            rows = [RowHint(rows_of_spec(spec or (), workers.axis)) for spec in specs]
             traced, _ = Marker(workers).program(traced, rows)
             if len(workers.mesh.axis_names) > 1:
                 shapes = [each.shape for each in traced.out_avals]
                 likely = specs_alike(results, shapes, leaves, specs)
-        program = Program(
+        program = StepProgram(
             traced,
             input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
             output_specs=specs_of_shardings(equations.out_shardings(traced)),

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._rewriting.inner import programs_of
-from dynamiq_jax._rewriting.nodes import Program
+from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.rows import REDUCTIONS, Row, Rows, WorkerAxis, follow, rows_of_spec
 from dynamiq_jax._rewriting.sums import sum_over_rows
 from pallas_kernels._jax import equations
@@ -44,7 +44,7 @@ def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
             yield from _meshes(inside)
 
 
-class Known(NamedTuple):
+class RowHint(NamedTuple):
     """Rows of a value, as far as they are known."""
 
     dims: Rows = ()
@@ -60,9 +60,9 @@ class Marker:
 
     def __init__(self, workers: WorkerAxis):
         self._workers = workers
-        self._marked: dict[Any, tuple[Any, list[Known]]] = {}
+        self._marked: dict[Any, tuple[Any, list[RowHint]]] = {}
 
-    def program(self, program: Any, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
+    def program(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         """Return a program with marked contractions, and the rows of its outputs, given those of
         its inputs.
         """
@@ -71,12 +71,14 @@ class Marker:
             self._marked[place] = self._mark(program, rows)
         return self._marked[place]
 
-    def _mark(self, program: Any, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
+    def _mark(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         opened, constants = equations.opened(program)
-        known: dict[Any, Known] = dict(zip(opened.invars, rows, strict=True))
+        known: dict[Any, RowHint] = dict(zip(opened.invars, rows, strict=True))
 
-        def rows_of(atoms: Sequence[Any]) -> list[Known]:
-            return [known.get(a, Known()) if equations.is_variable(a) else Known() for a in atoms]
+        def rows_of(atoms: Sequence[Any]) -> list[RowHint]:
+            return [
+                known.get(a, RowHint()) if equations.is_variable(a) else RowHint() for a in atoms
+            ]
 
         marked = []
         for equation in opened.eqns:
@@ -88,7 +90,7 @@ class Marker:
             result = ClosedJaxpr(result, constants)
         return result, rows_of(opened.outvars)
 
-    def _equation(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
+    def _equation(self, equation: Equation, rows: list[RowHint]) -> tuple[Equation, list[RowHint]]:
         """Return an equation with marked contractions, and the rows of its outputs."""
         if equation.primitive.name in ("sharding_constraint", "reshard"):
             return equation, [self._constrained(equation, rows[0])]
@@ -97,7 +99,7 @@ class Marker:
             return self._plain(equation, rows)
         if any(self._workers.axis in part.sizes for part in parts):
             specs = equation.params["out_specs"]
-            return equation, [Known(rows_of_spec(spec, self._workers.axis)) for spec in specs]
+            return equation, [RowHint(rows_of_spec(spec, self._workers.axis)) for spec in specs]
         rows = self._placed(equation.params.get("in_shardings"), rows)
         marked, of_each = {}, []
         for part in parts:
@@ -111,7 +113,7 @@ class Marker:
         results = self._placed(equation.params.get("out_shardings"), results)
         return equations.with_programs(equation, marked), results
 
-    def _part(self, part: Program, rows: Sequence[Known]) -> tuple[Any, list[Known]]:
+    def _part(self, part: StepProgram, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         """Return a marked program of an equation, and the rows of the equation's results.
 
         Values of a loop that begin without rows, such as zeros, have those of the turn before.
@@ -132,10 +134,10 @@ class Marker:
             for i, each in enumerate(after)
         ]
 
-    def _plain(self, equation: Equation, rows: list[Known]) -> tuple[Equation, list[Known]]:
+    def _plain(self, equation: Equation, rows: list[RowHint]) -> tuple[Equation, list[RowHint]]:
         """Mark an equation that holds no program, if it contracts rows."""
         if _is_one_number(equation, rows):
-            return equation, [Known(is_alike=True)] * len(equation.outvars)
+            return equation, [RowHint(is_alike=True)] * len(equation.outvars)
         dims = [each.dims for each in rows]
         choices = (contraction(equation, each) for each in _with_rows_alike(equation, rows))
         if (split := next((each for each in choices if each is not None), None)) is not None:
@@ -144,10 +146,10 @@ class Marker:
             rows_split = (s[d] for s, d in zip(shapes, split, strict=True) if d is not None)
             if not all(isinstance(n, int) and n % self._workers.count == 0 for n in rows_split):
                 why = f"its rows do not split evenly among {self._workers.count} workers"
-            return self._sum(equation, None if why else split, why), [Known()]
+            return self._sum(equation, None if why else split, why), [RowHint()]
         lost = next((each.lost for each in rows if each.lost), None)
         if lost and may_contract(equation, dims, [each.lost is not None for each in rows]):
-            return self._sum(equation, None, lost), [Known()]
+            return self._sum(equation, None, lost), [RowHint()]
         ends = equation.primitive.name in REDUCTIONS | _CONTRACTIONS.keys()  # without a loss
         if lost is None and any(dims) and not ends:
             lost = (
@@ -156,7 +158,7 @@ class Marker:
                 "jax.lax.with_sharding_constraint"
             )
         return equation, [
-            Known(each) if each else Known(lost=lost) for each in follow(equation, dims)
+            RowHint(each) if each else RowHint(lost=lost) for each in follow(equation, dims)
         ]
 
     def _sum(self, equation: Equation, split: list[Row] | None, why: str | None) -> Equation:
@@ -172,7 +174,7 @@ class Marker:
         }
         return equation.replace(primitive=sum_over_rows, params=params)
 
-    def _constrained(self, equation: Equation, rows: Known) -> Known:
+    def _constrained(self, equation: Equation, rows: RowHint) -> RowHint:
         """Rows lie where a sharding puts them."""
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
@@ -182,19 +184,19 @@ class Marker:
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
         moved = rows_of_spec(spec, self._workers.axis)
         kept = (dim for dim in rows.dims if spec[dim] is PartitionSpec.UNCONSTRAINED)
-        return Known(moved or tuple(kept))
+        return RowHint(moved or tuple(kept))
 
-    def _placed(self, shardings: Sequence[Any] | None, rows: list[Known]) -> list[Known]:
+    def _placed(self, shardings: Sequence[Any] | None, rows: list[RowHint]) -> list[RowHint]:
         """Return the rows of values with the shardings of a function, where these are given."""
         return [
-            Known(rows_of_spec(sharding.spec, self._workers.axis))
+            RowHint(rows_of_spec(sharding.spec, self._workers.axis))
             if isinstance(sharding, NamedSharding)
             else each
             for sharding, each in zip(shardings or [None] * len(rows), rows, strict=True)
         ]
 
 
-def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
+def _is_one_number(equation: Equation, rows: Sequence[RowHint]) -> bool:
     """Return whether an equation makes one number in all places of its result, as a hint."""
     shapes = list(map(equations.shape_of, equation.invars))
     if equation.primitive.name == "broadcast_in_dim":
@@ -205,7 +207,7 @@ def _is_one_number(equation: Equation, rows: Sequence[Known]) -> bool:
     return are_others_numbers and any(shape in alike for shape in results)
 
 
-def _with_rows_alike(equation: Equation, rows: Sequence[Known]) -> Iterator[list[Rows]]:
+def _with_rows_alike(equation: Equation, rows: Sequence[RowHint]) -> Iterator[list[Rows]]:
     """Yield the rows of operands, then those with each dimension of one whose rows are alike."""
     dims = [each.dims for each in rows]
     yield dims
@@ -215,7 +217,7 @@ def _with_rows_alike(equation: Equation, rows: Sequence[Known]) -> Iterator[list
             yield from ([*dims[:i], (dim,), *dims[i + 1 :]] for dim in range(rank))
 
 
-def _shifted(rows: Known, by: int) -> Known:
+def _shifted(rows: RowHint, by: int) -> RowHint:
     """Return rows behind other dimensions, or without the first dimension."""
     return rows._replace(dims=tuple(d + by for d in rows.dims if d + by >= 0))
 

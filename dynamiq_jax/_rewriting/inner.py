@@ -11,7 +11,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from dynamiq_jax._rewriting.nodes import Program
+from dynamiq_jax._rewriting.nodes import StepProgram
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -50,15 +50,15 @@ def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
     }
 
 
-def programs_of(equation: Equation) -> list[Program]:
+def programs_of(equation: Equation) -> list[StepProgram]:
     """Return the programs of an equation, of any kind."""
     if equation.primitive.name in _KINDS:
         parts, _ = _KINDS[equation.primitive.name]
         return parts(equation)
     programs = equations.programs_in(equation)
     if equation.primitive.name in _CALLS:
-        return [Program(next(programs), inputs=_all_inputs(equation))]
-    return [Program(program, times=None, has_outputs=False) for program in programs]
+        return [StepProgram(next(programs), inputs=_all_inputs(equation))]
+    return [StepProgram(program, times=None, has_outputs=False) for program in programs]
 
 
 def _all_inputs(equation: Equation) -> Sequence[int]:
@@ -72,11 +72,11 @@ def make_anew(equation: Equation, scopes: str, bodies: Bodies, key: Key, values:
         return make(equation, bodies, key, values)
 
 
-def _map_parts(equation: Equation) -> list[Program]:
+def _map_parts(equation: Equation) -> list[StepProgram]:
     params = equation.params
     sizes = {name: params["mesh"].shape[name] for name in equations.mapped_axes(equation)}
     inputs = _all_inputs(equation)
-    return [Program(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
+    return [StepProgram(params["jaxpr"], inputs=inputs, sizes=sizes, mesh=params["mesh"])]
 
 
 def _make_map(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
@@ -91,11 +91,11 @@ def _make_map(equation: Equation, bodies: Bodies, key: Key, values: Values) -> V
     )(key, *values)
 
 
-def _scan_parts(equation: Equation) -> list[Program]:
+def _scan_parts(equation: Equation) -> list[StepProgram]:
     params = equation.params
     constants, carried = equations.scan_counts(equation)
     return [
-        Program(
+        StepProgram(
             params["jaxpr"],
             times=params["length"],
             inputs=_all_inputs(equation),
@@ -129,15 +129,15 @@ def _make_scan(equation: Equation, bodies: Bodies, key: Key, values: Values) -> 
     return [*carry, *rows]
 
 
-def _while_parts(equation: Equation) -> list[Program]:
+def _while_parts(equation: Equation) -> list[StepProgram]:
     params = equation.params
     first, constants = params["cond_nconsts"], params["body_nconsts"]
     carry = range(first + constants, len(equation.invars))
     return [
-        Program(
+        StepProgram(
             params["cond_jaxpr"], times=None, inputs=(*range(first), *carry), has_outputs=False
         ),
-        Program(
+        StepProgram(
             params["body_jaxpr"],
             times=None,
             inputs=range(first, len(equation.invars)),
@@ -157,9 +157,9 @@ def _make_while(equation: Equation, bodies: Bodies, key: Key, values: Values) ->
     )
 
 
-def _cond_parts(equation: Equation) -> list[Program]:
+def _cond_parts(equation: Equation) -> list[StepProgram]:
     inputs = range(1, len(equation.invars))
-    return [Program(branch, inputs=inputs) for branch in equation.params["branches"]]
+    return [StepProgram(branch, inputs=inputs) for branch in equation.params["branches"]]
 
 
 def _make_cond(equation: Equation, bodies: Bodies, key: Key, values: Values) -> Values:
@@ -177,9 +177,9 @@ def _make_cond(equation: Equation, bodies: Bodies, key: Key, values: Values) -> 
     return lax.platform_dependent(*operands, **by_platform)
 
 
-def _remat_parts(equation: Equation) -> list[Program]:
+def _remat_parts(equation: Equation) -> list[StepProgram]:
     return [
-        Program(
+        StepProgram(
             equation.params["jaxpr"],
             inputs=_all_inputs(equation),
             leaving=range(len(equation.outvars)),
@@ -196,10 +196,10 @@ def _make_remat(equation: Equation, bodies: Bodies, key: Key, values: Values) ->
     return equation.primitive.bind(*constants, *values, **params)
 
 
-def _jit_parts(equation: Equation) -> list[Program]:
+def _jit_parts(equation: Equation) -> list[StepProgram]:
     params = equation.params
     return [
-        Program(
+        StepProgram(
             params["jaxpr"],
             inputs=_all_inputs(equation),
             input_specs=specs_of_shardings(params["in_shardings"]),
@@ -231,7 +231,7 @@ def _make_jit(equation: Equation, bodies: Bodies, key: Key, values: Values) -> V
 _KINDS: dict[
     str,
     tuple[
-        Callable[[Equation], list[Program]],
+        Callable[[Equation], list[StepProgram]],
         Callable[[Equation, Bodies, Key, Values], Values],
     ],
 ] = {

@@ -45,7 +45,7 @@ Value = Variable | Constant
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class StepProgram:
     """Program of an equation, as it runs there. The outermost one is that of a step."""
 
     traced: Any
@@ -83,7 +83,7 @@ class Program:
         """Values of its constants."""
         return equations.opened(self.traced)[1]
 
-    def within(self, outer: "Program", **changes: Any) -> "Program":
+    def within(self, outer: "StepProgram", **changes: Any) -> "StepProgram":
         """Return this program as it runs inside of another one, with what is known there."""
         times = None
         if self.times is not None and outer.times is not None:
@@ -121,7 +121,7 @@ class Node:
     scopes: str  # names of the scopes around it, its own ones included
     operands: tuple[Origin, ...]  # origins
     results: tuple[Origin, ...]
-    programs: tuple[Program, ...]  # inside
+    programs: tuple[StepProgram, ...]  # inside
     # `chosen` adds these.
     sums: tuple[Choice, ...] = ()  # one for each operand
     holds_target: bool = False  # inside of it

@@ -25,7 +25,7 @@ from dynamiq_jax._rewriting.kinds import (
     operands_of,
     size,
 )
-from dynamiq_jax._rewriting.nodes import Node, Program
+from dynamiq_jax._rewriting.nodes import Node, StepProgram
 from dynamiq_jax._rewriting.sums import (
     Differentiation,
     as_written,
@@ -39,7 +39,7 @@ from pallas_kernels._jax.equations import Equation
 _OF_ALL = {"psum_invariant", "reshard"}
 
 
-def origins_of(program: Program) -> tuple[Program, frozenset[SumResult]]:
+def origins_of(program: StepProgram) -> tuple[StepProgram, frozenset[SumResult]]:
     """Return a program with its equations and the origins of their values, and the sums with which
     a backward pass goes on. One that a loss has as a coefficient is none.
     """
@@ -74,11 +74,11 @@ class _Flow:
 
     def program(
         self,
-        program: Program,
+        program: StepProgram,
         inputs: Sequence[Origin],
         scopes: str,
         path: tuple[Hashable, ...],
-    ) -> Program:
+    ) -> StepProgram:
         """Return a program with its equations and the origins of their values, given those of its
         inputs, the names of the scopes around it, and its place among others.
         """
@@ -115,11 +115,11 @@ class _Flow:
 
     def _inside(
         self,
-        part: Program,
+        part: StepProgram,
         operands: Sequence[Origin],
         scopes: str,
         path: tuple[Hashable, ...],
-    ) -> Program:
+    ) -> StepProgram:
         """Return the program of an equation; that of a loop at its fixed point."""
         if part.inputs is None:
             inputs = [nonlinear(operands)] * len(part.opened.invars)

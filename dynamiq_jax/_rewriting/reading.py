@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.kinds import Kind, Origin, SumResult
-from dynamiq_jax._rewriting.nodes import Constant, Node, Program, Value, Variable
+from dynamiq_jax._rewriting.nodes import Constant, Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.sums import (
     MIXED,
     NO_GRADIENT,
@@ -32,7 +32,9 @@ from pallas_kernels._jax import equations
 _OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 
 
-def chosen(program: Program, selection: Selection, continued: frozenset[SumResult]) -> Program:
+def chosen(
+    program: StepProgram, selection: Selection, continued: frozenset[SumResult]
+) -> StepProgram:
     """Return a program with the sums of its equations, and why each one stays exact.
 
     A rule of a user is called once for each sum. A backward pass goes on with the sums that are
@@ -93,7 +95,7 @@ def _origin(node: Node, terms: Origin, *, is_continued: bool) -> SumOrigin:
 
 
 def flat(
-    program: Program,
+    program: StepProgram,
     call: int,
     names: dict[Variable, Value],
     calls: Iterator[int],

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
-from dynamiq_jax._rewriting.nodes import Node, Program, Value, Variable
+from dynamiq_jax._rewriting.nodes import Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.placement import Placement
 from dynamiq_jax._rewriting.reading import flat, kept_apart, value_of
 from dynamiq_jax._rewriting.rows import WorkerAxis
@@ -42,7 +42,7 @@ Sums = list[Reduce | KeptSum]  # of a step, in the order of its equations
 
 
 def schedule(
-    program: Program, selection: Selection, *, opens_all: bool = False
+    program: StepProgram, selection: Selection, *, opens_all: bool = False
 ) -> tuple[EvaluationSchedule, Sums]:
     """Schedule a step, and return its groups and the sums that stay as they are, too.
 
@@ -61,7 +61,7 @@ class _Scheduler:
 
     def __init__(
         self,
-        program: Program,
+        program: StepProgram,
         selection: Selection,
         calls: Iterator[int],
         sums: Sums,
@@ -195,7 +195,7 @@ class _Scheduler:
         )
         return [*steps, entered], members
 
-    def _inside(self, part: Program, node: Node) -> Program:
+    def _inside(self, part: StepProgram, node: Node) -> StepProgram:
         """Return a program of an equation with what is known of its inputs and outputs here.
 
         Specs of parts of an array, as in a turn of a loop, are not known.
@@ -282,7 +282,7 @@ class _Scheduler:
         return behind(self._selection, member, self._program.shapes[output]) is not None
 
 
-def _kept(choices: Sequence[Choice], node: Node, around: Program) -> Iterator[KeptSum]:
+def _kept(choices: Sequence[Choice], node: Node, around: StepProgram) -> Iterator[KeptSum]:
     """Yield the sums of an equation that stay as they are."""
     params = node.equation.params
     for description, why in choices:
@@ -293,7 +293,7 @@ def _kept(choices: Sequence[Choice], node: Node, around: Program) -> Iterator[Ke
         yield KeptSum(description, why, around.times, None if has_parts else sizes)
 
 
-def _kept_inside(node: Node, around: Program) -> Iterator[KeptSum]:
+def _kept_inside(node: Node, around: StepProgram) -> Iterator[KeptSum]:
     """Yield the sums inside of an equation, which all stay as they are."""
     for program in node.programs:
         within = program.within(around)

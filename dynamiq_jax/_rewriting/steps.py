@@ -15,7 +15,7 @@ from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.nodes import Node, Program, Value, Variable
+from dynamiq_jax._rewriting.nodes import Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.sums import Operation, Sum, is_over_rows
 from pallas_kernels._jax import compat, equations
@@ -150,7 +150,7 @@ class Reduce:
     """Step of a schedule: one compressed collective, of sums of one kind."""
 
     members: tuple[Member, ...]
-    around: Program  # in which it is
+    around: StepProgram  # in which it is
     sizes: Mapping[str, int]  # of the axes around it, by name
     automatic: Mapping[str, int]  # of those that the compiler manages
     number: int  # of the group in the whole program
