@@ -14,15 +14,9 @@ from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import unknown_specs
-from dynamiq_jax._rewriting import inner, unreduced
+from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Value
-from dynamiq_jax._rewriting.steps import (
-    Compute,
-    Enter,
-    EvaluationSchedule,
-    Messages,
-    Reduce,
-)
+from dynamiq_jax._rewriting.steps import Compute, EvaluationSchedule, Messages, Reduce
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
 from dynamiq_jax._run.driver import run
@@ -68,32 +62,23 @@ class Evaluator:
         for step in schedule.steps:
             match step:
                 case Compute():
+                    function = step.function
+                    if step.programs:
+                        bodies = [functools.partial(self.run, each) for each in step.programs]
+                        function = functools.partial(function, bodies, key)
                     inputs = list(map(read, step.inputs))
-                    results = _in_order(step.function, inputs, step.messages, behind)
+                    results = _in_order(function, inputs, step.messages, behind)
                     known.update(zip(step.outputs, results, strict=True))
-                case Enter():
-                    results = self._enter(step, key, list(map(read, step.inputs)))
-                    known.update(zip(step.outputs, results, strict=True))
+                    if step.programs or step.messages not in _KEEPING:
+                        behind = order.last_token()
                 case Reduce():
                     operands = [read(each.operand) for each in step.members]
                     results, found = self._reduce(step, operands, key)
                     if metrics is not None:
                         metrics.append(found)
                     known.update(zip((e.result for e in step.members), results, strict=True))
-            if not (isinstance(step, Compute) and step.messages in _KEEPING):
-                behind = order.last_token()
+                    behind = order.last_token()
         return [read(each) for each in schedule.outputs]
-
-    def _enter(self, step: Enter, key: Array | None, values: list[Any]) -> Sequence[Any]:
-        bodies = [functools.partial(self.run, program) for program in step.programs]
-
-        def make(*values: Any) -> Sequence[Any]:
-            return inner.make_anew(step.equation, step.scopes, bodies, key, values)
-
-        results = list(_in_order(make, values, step.messages))
-        for i, workers in step.stacked.items():
-            results[i] = unreduced.of_all_turns(results[i], workers)
-        return results
 
     def _reduce(
         self, group: Reduce, operands: Sequence[Any], key: Array | None

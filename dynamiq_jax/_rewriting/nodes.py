@@ -20,18 +20,13 @@ class Variable(NamedTuple):
     var: Any
     call: int  # number of the call
     # Terms are made by an equation that holds a program, or by a linear one. With the first ones,
-    # the total of the turns of a loop begins.
-    role: Literal["value", "terms", "first terms"] = "value"
+    # the total of the turns of a loop begins, and those of turns are as the loop stacks them.
+    role: Literal["value", "terms", "first terms", "terms of turns"] = "value"
 
     @property
     def terms(self) -> "Variable":
         """Terms of the sum."""
         return self._replace(role="terms")
-
-    @property
-    def first_terms(self) -> "Variable":
-        """Terms with which the total of the turns of a loop begins."""
-        return self._replace(role="first terms")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

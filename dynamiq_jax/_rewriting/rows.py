@@ -66,17 +66,14 @@ def _joined(rows: Rows, other: Row, shape: tuple[int, ...]) -> Rows:
 
 
 def _followed(equation: Equation, rows: Sequence[Row]) -> list[Row]:
-    if all(each is None for each in rows):
-        return [None] * len(equation.outvars)
-    name = equation.primitive.name
-    rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
-    found = rule(equation, rows)
+    name, found = equation.primitive.name, None
+    if name in _UNARY_RULES:
+        if rows[0] is not None:
+            found = _UNARY_RULES[name](equation, rows[0])
+    elif any(each is not None for each in rows):
+        rule = _RULES.get(name, _scattered if name.startswith("scatter") else _same_place)
+        found = rule(equation, rows)
     return found if isinstance(found, list) else [found] * len(equation.outvars)
-
-
-def _first(rows: Sequence[Row]) -> int:
-    """Return the dimension of the first operand with rows."""
-    return next(each for each in rows if each is not None)
 
 
 def _same_place(equation: Equation, rows: Sequence[Row]) -> list[Row]:
@@ -95,25 +92,17 @@ def _same_place(equation: Equation, rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _transposed(equation: Equation, rows: Sequence[Row]) -> Row:
-    return equation.params["permutation"].index(rows[0])
-
-
-def _broadcast(equation: Equation, rows: Sequence[Row]) -> Row:
-    if rows[0] is None:  # of the operands that are sizes
-        return None
-    dim = equation.params["broadcast_dimensions"][rows[0]]
-    before = equations.shape_of(equation.invars[0])[rows[0]]
+def _broadcast(equation: Equation, row: int) -> Row:
+    dim = equation.params["broadcast_dimensions"][row]
+    before = equations.shape_of(equation.invars[0])[row]
     return dim if equations.shape_of(equation.outvars[0])[dim] == before else None
 
 
-def _reshaped(equation: Equation, rows: Sequence[Row]) -> Row:
+def _reshaped(equation: Equation, row: int) -> Row:
     """Rows stay together where the outer dimensions do: they are split, or joined with others."""
-    if rows[0] is None:
-        return None
     before = equations.shape_of(equation.invars[0])
     after = equations.shape_of(equation.outvars[0])
-    outer, size = math.prod(before[: rows[0]]), before[rows[0]]
+    outer, size = math.prod(before[:row]), before[row]
     for dim, others in enumerate(itertools.accumulate(after, initial=1)):
         if dim == len(after) or others != outer or after[dim] <= 1:
             continue
@@ -122,35 +111,21 @@ def _reshaped(equation: Equation, rows: Sequence[Row]) -> Row:
     return None
 
 
-def _squeezed(equation: Equation, rows: Sequence[Row]) -> Row:
-    return _without(rows[0], equation.params["dimensions"])
-
-
-def _expanded(equation: Equation, rows: Sequence[Row]) -> Row:
-    dim = rows[0]
+def _expanded(equation: Equation, row: int) -> Row:
     for new in sorted(equation.params["dimensions"]):
-        dim += new <= dim
-    return dim
+        row += new <= row
+    return row
 
 
-def _reduced(equation: Equation, rows: Sequence[Row]) -> Row:
-    return _without(_first(rows), equation.params["axes"])
-
-
-def _without(dim: Row, dimensions: Sequence[int]) -> Row:
+def _without(dimensions: Sequence[int], row: int) -> Row:
     """Return where a dimension is after some are left out."""
-    if dim is None or dim in dimensions:
-        return None
-    return dim - sum(each < dim for each in dimensions)
+    return None if row in dimensions else row - sum(each < row for each in dimensions)
 
 
 def _stacked(equation: Equation, rows: Sequence[Row]) -> Row:
-    axis, dim = equation.params["axis"], _first(rows)
-    return dim + (axis <= dim)
-
-
-def _unstacked(equation: Equation, rows: Sequence[Row]) -> Row:
-    return _without(rows[0], [equation.params["axis"]])
+    """Return the dimension of the first operand with rows, behind a new one."""
+    row = next(each for each in rows if each is not None)
+    return row + (equation.params["axis"] <= row)
 
 
 def _rest(atom: Any, *others: Sequence[int]) -> list[int]:
@@ -226,10 +201,6 @@ def _scattered(equation: Equation, rows: Sequence[Row]) -> Row:
     return None
 
 
-def _dynamic_slice(equation: Equation, rows: Sequence[Row]) -> list[Row]:
-    return _same_place(equation, [rows[0], *[None] * (len(rows) - 1)])
-
-
 def _updated_slice(equation: Equation, rows: Sequence[Row]) -> Row:
     """The result has the shape of the first operand, of which the second is a part."""
     if rows[0] is not None:
@@ -246,33 +217,34 @@ def _concatenated(equation: Equation, rows: Sequence[Row]) -> list[Row]:
     return [dim] if all(each == dim for each in rows) else _same_place(equation, rows)
 
 
-def _cut(equation: Equation, rows: Sequence[Row]) -> list[Row]:
+def _cut(equation: Equation, row: int) -> list[Row]:
     """A half or a third of the rows may be those of a view."""
-    if rows[0] is None:
-        return [None] * len(equation.outvars)
-    size = equations.shape_of(equation.invars[0])[rows[0]]
-    parts = (equations.shape_of(out)[rows[0]] for out in equation.outvars)
-    return [rows[0] if part > 1 and size % part == 0 else None for part in parts]
+    size = equations.shape_of(equation.invars[0])[row]
+    parts = (equations.shape_of(out)[row] for out in equation.outvars)
+    return [row if part > 1 and size % part == 0 else None for part in parts]
 
 
-_RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
-    **dict.fromkeys(REDUCTIONS, _reduced),
+# Of operands of which the first alone holds rows: functions of the dimension.
+_UNARY_RULES: dict[str, Callable[[Equation, int], Row | list[Row]]] = {
+    **dict.fromkeys(REDUCTIONS, lambda e, row: _without(e.params["axes"], row)),
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenated,
-    "conv_general_dilated": _convolution,
-    "dot_general": _product,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _updated_slice,
     "expand_dims": _expanded,
-    "gather": _gathered,
-    "ragged_dot_general": _ragged_product,
     "reshape": _reshaped,
     "slice": _cut,
     "split": _cut,
-    "squeeze": _squeezed,
+    "squeeze": lambda e, row: _without(e.params["dimensions"], row),
+    "transpose": lambda e, row: e.params["permutation"].index(row),
+    "unstack": lambda e, row: _without([e.params["axis"]], row),
+}
+_RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
+    "concatenate": _concatenated,
+    "conv_general_dilated": _convolution,
+    "dot_general": _product,
+    "dynamic_slice": lambda e, rows: _same_place(e, [rows[0], *[None] * (len(rows) - 1)]),
+    "dynamic_update_slice": _updated_slice,
+    "gather": _gathered,
+    "ragged_dot_general": _ragged_product,
     "stack": _stacked,
-    "transpose": _transposed,
-    "unstack": _unstacked,
 }
 
 

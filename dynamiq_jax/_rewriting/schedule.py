@@ -7,6 +7,7 @@ the sums of a tree share buckets, wherever a step uses the first of them.
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,9 +20,8 @@ from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, total
 from dynamiq_jax._rewriting.nodes import Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.placement import Placement
 from dynamiq_jax._rewriting.reading import flat, kept_apart, value_of
-from dynamiq_jax._rewriting.rows import WorkerAxis
 from dynamiq_jax._rewriting.steps import (
-    Enter,
+    Compute,
     EvaluationSchedule,
     KeptSum,
     Member,
@@ -34,6 +34,7 @@ from dynamiq_jax._rewriting.steps import (
     messages_of,
     summed_exactly,
     terms_of,
+    terms_of_turns,
 )
 from dynamiq_jax._rewriting.sums import Choice, Selection, is_over_rows
 from pallas_kernels._jax import equations
@@ -163,8 +164,8 @@ class _Scheduler:
             return [as_it_is(node)], ()
         inner.check_known(node.equation)
         programs = []
-        steps: list[Step] = []
-        stacked: dict[int, WorkerAxis] = {}
+        before: list[Step] = []
+        behind_it: list[Step] = []
         inputs: list[Value] = list(node.inputs)
         outputs: list[Value] = list(node.outputs)
         members: list[Member] = []
@@ -174,26 +175,26 @@ class _Scheduler:
             programs.append(inside)
             for i, member in inside.left.items():
                 result = node.outputs[i]
+                outputs[i] = result.terms
                 if i in part.carried:
                     place = part.carried[i]
-                    steps.append(first_terms(inputs[place], result, member))
-                    inputs[place] = result.first_terms
+                    first = first_terms(inputs[place], result, member)
+                    before.append(first)
+                    (inputs[place],) = first.outputs
                 elif part.first_of_turn is not None and member.workers is not None:
-                    stacked[i] = member.workers
-                outputs[i] = result.terms
+                    outputs[i] = stacked = result._replace(role="terms of turns")
+                    behind_it.append(terms_of_turns(stacked, member.workers))
                 shape = equations.shape_of(node.equation.outvars[i])  # of all turns of a loop
                 if whole := behind(self._selection, member, shape):
-                    members.append(dataclasses.replace(whole, operand=outputs[i], result=result))
-        entered = Enter(
-            node.equation,
-            node.scopes,
+                    members.append(dataclasses.replace(whole, operand=result.terms, result=result))
+        entered = Compute(
+            functools.partial(inner.make_anew, node.equation, node.scopes),
             tuple(inputs),
             tuple(outputs),
-            tuple(programs),
             messages_of(node.equation),
-            stacked,
+            tuple(programs),
         )
-        return [*steps, entered], members
+        return [*before, entered, *behind_it], members
 
     def _inside(self, part: StepProgram, node: Node) -> StepProgram:
         """Return a program of an equation with what is known of its inputs and outputs here.

@@ -1,4 +1,4 @@
-"""Steps of a schedule: equations as they are, sums in groups, and programs inside."""
+"""Steps of a schedule: equations, as they are or around other programs, and sums in groups."""
 
 import collections
 import dataclasses
@@ -143,6 +143,9 @@ class Compute:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     messages: Messages = "none"
+    # Programs inside that hold compressed sums. In front of the values, the function takes these
+    # programs as functions, and the key.
+    programs: tuple["EvaluationSchedule", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,20 +195,7 @@ class Reduce:
                 return AllGather(axes, params["all_gather_dimension"], params["tiled"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Enter:
-    """Step of a schedule: an equation that holds programs with compressed sums."""
-
-    equation: Equation
-    scopes: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]  # terms of sums that are left to this program
-    programs: tuple["EvaluationSchedule", ...]
-    messages: Messages
-    stacked: Mapping[int, WorkerAxis] = dataclasses.field(default_factory=dict)  # unreduced outputs
-
-
-Step = Compute | Reduce | Enter
+Step = Compute | Reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +247,16 @@ def first_terms(zero: Value, total: Variable, member: Member) -> Compute:
     def terms(zero: Any) -> Sequence[Any]:
         return [compat.vary_over(zero, axes) if workers is None else unreduced.zeros(zero, workers)]
 
-    return Compute(terms, (zero,), (total.first_terms,))
+    return Compute(terms, (zero,), (total._replace(role="first terms"),))
+
+
+def terms_of_turns(stacked: Variable, workers: WorkerAxis) -> Compute:
+    """Return the step that makes the terms of a sum from those that a loop has stacked."""
+
+    def terms(turns: Any) -> Sequence[Any]:
+        return [unreduced.of_all_turns(turns, workers)]
+
+    return Compute(terms, (stacked,), (stacked.terms,))
 
 
 def summed_exactly(members: Sequence[Member]) -> Compute:
