@@ -1,7 +1,5 @@
 """Specs of sums follow from the parameters that they update, where these have shardings."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,10 +118,10 @@ def test_specs_of_sums_are_those_of_their_parameters(make, mesh, args):
         np.testing.assert_allclose(got[name], expected[name], rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_another_sharding_is_another_program(jitted, mesh, args):
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_another_sharding_is_another_program(is_jitted, mesh, args):
     step = update_inside(mesh)
-    compressed = dq.compress(jax.jit(step) if jitted else step, "data", **OPTIONS)
+    compressed = dq.compress(jax.jit(step) if is_jitted else step, "data", **OPTIONS)
     split = compressed.report(*args).compressed
     whole = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
     first, second = compressed(*args), compressed(whole, *args[1:])
@@ -138,127 +136,71 @@ def test_another_sharding_is_another_program(jitted, mesh, args):
 # ---------------------------------------------------------------------------- steps that are jitted
 
 
-def placed_whole(step, weights, rows):
-    """One sharding for each argument, in place of one for each leaf."""
-    return jax.jit(step, in_shardings=(weights, rows, rows), out_shardings=weights)
-
-
-def placed_in_part(step, weights, rows):
-    return jax.jit(step, in_shardings=(weights, None, None))
-
-
-def placed_results(step, weights, rows):
-    return jax.jit(step, out_shardings=weights)
-
-
-def not_placed(step, weights, rows):
-    return jax.jit(step)
-
-
-def donating(step, weights, rows):
-    placed = {"in_shardings": (weights, rows, rows), "out_shardings": weights}
-    return jax.jit(step, **placed, donate_argnums=0)
-
-
-def with_a_static_argument(step, weights, rows):
-    def scaled(params, rate, x, y):
-        assert rate == 2.0
-        return step(params, x, y)
-
-    jitted = jax.jit(scaled, in_shardings=(weights, rows, rows), static_argnames="rate")
-    return Reordered(jitted, lambda params, x, y: ((params, 2.0, x, y), {}))
-
-
-def by_name(step, weights, rows):
-    return Reordered(jax.jit(step), lambda params, x, y: ((), {"y": y, "x": x, "params": params}))
-
-
-def jitted_twice(step, weights, rows):
-    return jax.jit(placed_whole(step, weights, rows))
-
-
-class Reordered(NamedTuple):
-    """A step, and its arguments as a function of those of others."""
-
-    step: Any
-    given: Any
-
-
-def arrays(placed, plain):
-    return placed
-
-
-def some_arrays(placed, plain):
-    return placed[0], *plain[1:]
-
-
-def plain_arrays(placed, plain):
-    return plain
-
-
-def shapes(placed, plain):
-    return jax.tree.map(
+# Settings of `jax.jit`, with one sharding for each argument in place of one for each leaf.
+SETTINGS = {
+    "whole": lambda weights, rows: {
+        "in_shardings": (weights, rows, rows),
+        "out_shardings": weights,
+    },
+    "arguments": lambda weights, rows: {"in_shardings": (weights, None, None)},
+    "results": lambda weights, rows: {"out_shardings": weights},
+    "nothing": lambda weights, rows: {},
+    "donated": lambda weights, rows: {"in_shardings": (weights, rows, rows), "donate_argnums": 0},
+}
+# Arguments, from arrays with shardings and from plain ones.
+ARGUMENTS = {
+    "arrays": lambda placed, plain: placed,
+    "some arrays": lambda placed, plain: (placed[0], *plain[1:]),
+    "plain arrays": lambda placed, plain: plain,
+    "shapes": lambda placed, plain: jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), placed
-    )
-
-
+    ),
+}
 JITTED = [
-    *((make, plain_arrays) for make in (placed_whole, placed_in_part, placed_results)),
-    *((make, plain_arrays) for make in (with_a_static_argument, jitted_twice)),
-    *((make, arrays) for make in (placed_in_part, donating, by_name, jitted_twice)),
-    *((not_placed, given) for given in (arrays, some_arrays, shapes)),
-    (placed_whole, shapes),
+    *((settings, "plain arrays") for settings in ("whole", "arguments", "results")),
+    *((settings, "arrays") for settings in ("arguments", "donated", "nothing")),
+    *(("nothing", "some arrays"), ("nothing", "shapes"), ("whole", "shapes")),
 ]
 
 
-def forms_of(make, given, mesh, args, shardings):
-    """Return a compressed step, and its arguments."""
-    step = update_outside(mesh)
-    made = make(step, shardings, jax.NamedSharding(mesh, P("data")))
-    values = given(args, (PARAMS, X, Y))
-    made, (positional, named) = (
-        (made.step, made.given(*values)) if isinstance(made, Reordered) else (made, (values, {}))
-    )
-    return made, positional, named
+def jitted(name, step, mesh, shardings):
+    return jax.jit(step, **SETTINGS[name](shardings, jax.NamedSharding(mesh, P("data"))))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("make", "given"), JITTED)
-def test_all_that_a_jitted_step_does_knows_the_same_specs(make, given, mesh, args, shardings):
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("settings", "given"), JITTED)
+def test_all_that_a_jitted_step_does_knows_the_same_specs(settings, given, mesh, args, shardings):
     """Its report, its program as `lower` and `inspect` have it, and its result."""
-    step, positional, named = forms_of(make, given, mesh, args, shardings)
-    compressed = dq.compress(step, "data", key=lambda *a, **k: jax.random.key(0), **OPTIONS)
-    report = compressed.report(*positional, **named)
+    values = ARGUMENTS[given](args, (PARAMS, X, Y))
+    step = jitted(settings, update_outside(mesh), mesh, shardings)
+    compressed = dq.compress(step, "data", key=lambda *a: jax.random.key(0), **OPTIONS)
+    report = compressed.report(*values)
     assert [each.sum.shape for each in report.compressed] == [(32, 32)] * 2
     sent = sum(each.bytes_after for each in report.compressed)
     assert sent == 2 * 2 * 32 * 32 / 2  # of two matrices, half of 16 bits, and again to gather
-    assert dq.inspect(compressed, *positional, **named).bytes_compressed == sent
-    for lowered in (
-        compressed.lower(*positional, **named),
-        compressed.trace(*positional, **named).lower(),
-    ):
+    assert dq.inspect(compressed, *values).bytes_compressed == sent
+    for lowered in (compressed.lower(*values), compressed.trace(*values).lower()):
         assert inspect_text(lowered.compile().as_text()).bytes_compressed == sent
-    if given is shapes:
+    if given == "shapes":
         return
     expected = jax.jit(update_outside(mesh))(PARAMS, X, Y)
-    got = compressed(*positional, **named)
-    change = [jax.tree.map(jnp.subtract, tree, PARAMS) for tree in (got, expected)]
+    change = [jax.tree.map(jnp.subtract, tree, PARAMS) for tree in (compressed(*values), expected)]
     assert 1e-8 < dq.vnmse(*change) < 1e-4
-    if make is donating:
-        assert positional[0]["w"].is_deleted()
+    if settings == "donated":
+        assert values[0]["w"].is_deleted()
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("kind", ["unknown", "two"])
 def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
-    kind, jitted, mesh, args, shardings
+    kind, is_jitted, mesh, args, shardings
 ):
     def swapped(params, x, y):
         placed = {"w": shardings["v"], "v": shardings["w"], "b": shardings["b"]}
         return jax.lax.with_sharding_constraint(update_outside(mesh)(params, x, y), placed)
 
     step, given = (update_outside(mesh), (PARAMS, X, Y)) if kind == "unknown" else (swapped, args)
-    compressed = dq.compress(jax.jit(step) if jitted else step, "data", **OPTIONS)
+    compressed = dq.compress(jax.jit(step) if is_jitted else step, "data", **OPTIONS)
     in_a_jit = jax.jit(compressed)  # no array of another trace has a sharding
     for function in (compressed, in_a_jit, compressed.report, compressed.trace, compressed.lower):
         with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
@@ -266,14 +208,16 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
     (found,) = dq.inspect(compressed, *given).findings
     assert found.kind == "whole gradient"
     known = dq.compress(
-        jax.jit(step) if jitted else step, "data", dq.Compression(METHOD, exact_below=64, specs=P())
+        jax.jit(step) if is_jitted else step,
+        "data",
+        dq.Compression(METHOD, exact_below=64, specs=P()),
     )
     assert len(known.report(*given).compressed) == 2
 
 
 def test_a_step_with_shardings_keeps_them_in_the_jit_of_a_caller(mesh, args, shardings):
-    rows = jax.NamedSharding(mesh, P("data"))
-    step = dq.compress(placed_whole(update_outside(mesh), shardings, rows), "data", **OPTIONS)
+    whole = jitted("whole", update_outside(mesh), mesh, shardings)
+    step = dq.compress(whole, "data", **OPTIONS)
     inside = jax.jit(lambda *args: step(*args))(PARAMS, X, Y)
     alone = step(*args)
     for name in "wv":

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from tests.compress.forms import PARAMS, X, Y, every_sum, loss_fn, mapped, mean_loss
 from tests.support.hlo import collectives
+from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
 MANY = {
@@ -51,8 +52,8 @@ def mean_of(data_mesh):
 
 POLICIES = {
     "one sum is uncompressed": {"^sum_1$": "uncompressed", ".*": "bf16"},
-    "one sum has more bits": {"^sum_10$": "bf16", ".*": "dynamiq:4"},
-    "one sum has fewer bits": {"^sum_2$": "dynamiq:3", ".*": "bf16"},
+    "one sum has more bits": {"^sum_10$": "bf16", ".*": "mxfp4"},
+    "one sum has fewer bits": {"^sum_2$": "mxfp4", ".*": "bf16"},
 }
 
 
@@ -91,8 +92,9 @@ def test_a_step_sends_the_messages_of_a_mean_of_the_same_tree(data_mesh):
 
 
 def test_without_a_key_a_group_sends_four_bytes_more_than_the_report(data_mesh):
-    with_key = dq.compress(mean_of(data_mesh), "data", key=key_of, only=every_sum)
-    without = dq.compress(mean_of(data_mesh), "data", only=every_sum)
+    options = {"method": STOCHASTIC, "only": every_sum}
+    with_key = dq.compress(mean_of(data_mesh), "data", key=key_of, **options)
+    without = dq.compress(mean_of(data_mesh), "data", **options)
     report = without.report(TREE)
     counted = sum(each.bytes_after for each in report.sums)
     assert sent(with_key, TREE) == pytest.approx(counted)
@@ -114,7 +116,7 @@ def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
         mapped = on_mesh(data_mesh, local, out=P("data"))
         unrolled = dq.topologies.Ring(unroll=True)
         options = {
-            "method": dq.Compression(topology=unrolled),
+            "method": dq.Compression("bf16", unrolled),
             "operations": operations,
             "only": every_sum,
         }
@@ -122,7 +124,7 @@ def test_the_report_counts_scattered_sums_and_gathers(data_mesh):
         (each,) = step.report(TREE).compressed
         assert sent(step, TREE) == pytest.approx(each.bytes_after)
         assert each.bytes_before == before
-        assert each.bytes_after < 0.2 * before
+        assert each.bytes_after < 0.6 * before
 
 
 def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
@@ -131,7 +133,7 @@ def test_a_small_scattered_sum_is_reported_in_the_dtype_that_is_sent(data_mesh):
         return lax.psum_scatter((stacked["w"][0], small), "data", tiled=True)
 
     unrolled = dq.topologies.Ring(unroll=True)
-    options = {"method": dq.Compression(topology=unrolled), "only": every_sum}
+    options = {"method": dq.Compression("bf16", unrolled), "only": every_sum}
     step = dq.compress(on_mesh(data_mesh, local, out=P("data")), "data", key=key_of, **options)
     large, small = step.report(TREE).sums
     others, size = WORKERS - 1, 64 // WORKERS
