@@ -61,10 +61,7 @@ class Leaves(NamedTuple):
     def of(cls, tree: Any, *, is_jitted: bool = False) -> "Leaves":
         """Take a tree apart.
 
-        Args:
-          tree: arrays, objects and other values.
-          is_jitted: whether it is of a function of `jax.jit`, for which objects of flax.nnx are
-            trees, and numbers may be static.
+        Functions of `jax.jit` take objects of flax.nnx as trees, and numbers that may be static.
         """
         leaves, structure = jax.tree.flatten(tree, is_leaf=None if is_jitted else _is_object)
         traced = _ARRAYS if is_jitted else (*_ARRAYS, *_NUMBERS)
@@ -172,12 +169,6 @@ def specs_alike(
     The argument counts whose path has the longest end in common with that of the result, such as
     `['layers']['kernel']`. Several of different specs tell nothing. A wrong one costs bytes, and
     never a number.
-
-    Args:
-      results: results of a step.
-      shapes: shapes of their arrays.
-      arguments: arguments of the step.
-      specs: specs of their arrays, as far as they are known.
     """
     known = [
         (path, array.shape, spec)

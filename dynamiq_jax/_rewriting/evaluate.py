@@ -41,12 +41,12 @@ class Evaluator:
         *values: Any,
         metrics: list[Metrics] | None = None,
     ) -> list[Any]:
-        """Evaluate a program.
+        """Evaluate a program for some inputs.
 
         Args:
           schedule: schedule of the program.
           key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
-          values: inputs of the program.
+          *values: inputs of the program.
           metrics: list to which the metrics of its groups are added, but for those inside.
         """
         known: dict[Value, Any] = dict(schedule.constants)

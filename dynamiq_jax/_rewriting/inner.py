@@ -65,7 +65,7 @@ def _all_inputs(equation: Equation) -> Sequence[int]:
     return range(len(equation.invars))
 
 
-def make_anew(equation: Equation, scopes: str, bodies: Bodies, key: Key, values: Values) -> Values:
+def make_anew(equation: Equation, scopes: str, bodies: Bodies, key: Key, *values: Any) -> Values:
     """Evaluate an equation with other programs in place of its own, in the scopes around it."""
     _, make = _KINDS[equation.primitive.name]
     with jax.named_scope(scopes) if scopes else jax.named_scope("compress"):

@@ -35,6 +35,8 @@ from dynamiq_jax._rewriting.sums import (
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
+Path = tuple[Hashable, ...]  # of an equation: its number, and those of all around it
+Origins = tuple[Origin, ...]
 # Sums whose results are the same on all workers, by their types.
 _OF_ALL = {"psum_invariant", "reshard"}
 
@@ -73,11 +75,7 @@ class _Flow:
         return Origin(kind, arguments=frozenset({number}))
 
     def program(
-        self,
-        program: StepProgram,
-        inputs: Sequence[Origin],
-        scopes: str,
-        path: tuple[Hashable, ...],
+        self, program: StepProgram, inputs: Sequence[Origin], scopes: str, path: Path
     ) -> StepProgram:
         """Return a program with its equations and the origins of their values, given those of its
         inputs, the names of the scopes around it, and its place among others.
@@ -96,13 +94,7 @@ class _Flow:
         results = tuple(_origin_of(atom, known) for atom in opened.outvars)
         return dataclasses.replace(program, nodes=tuple(nodes), results=results)
 
-    def _node(
-        self,
-        equation: Equation,
-        operands: tuple[Origin, ...],
-        scopes: str,
-        path: tuple[Hashable, ...],
-    ) -> Node:
+    def _node(self, equation: Equation, operands: Origins, scopes: str, path: Path) -> Node:
         programs = tuple(
             self._inside(part, operands, scopes, (*path, number))
             for number, part in enumerate(inner.programs_of(equation))
@@ -114,11 +106,7 @@ class _Flow:
         return Node(equation, scopes, operands, results, programs)
 
     def _inside(
-        self,
-        part: StepProgram,
-        operands: Sequence[Origin],
-        scopes: str,
-        path: tuple[Hashable, ...],
+        self, part: StepProgram, operands: Sequence[Origin], scopes: str, path: Path
     ) -> StepProgram:
         """Return the program of an equation; that of a loop at its fixed point."""
         if part.inputs is None:
@@ -135,12 +123,8 @@ class _Flow:
             self.continued.intersection_update(known)  # this turn had values of other origins
 
     def _results(
-        self,
-        equation: Equation,
-        inputs: Sequence[Origin],
-        scopes: str,
-        path: tuple[Hashable, ...],
-    ) -> tuple[Origin, ...]:
+        self, equation: Equation, inputs: Sequence[Origin], scopes: str, path: Path
+    ) -> Origins:
         """Return the origins of the results of an equation without programs, and collect facts."""
         here, written = _pass_of(scopes), as_written(equation)
         if here == "forward":

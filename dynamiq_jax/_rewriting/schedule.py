@@ -45,12 +45,8 @@ Sums = list[Reduce | KeptSum]  # of a step, in the order of its equations
 def schedule(
     program: StepProgram, selection: Selection, *, opens_all: bool = False
 ) -> tuple[EvaluationSchedule, Sums]:
-    """Schedule a step, and return its groups and the sums that stay as they are, too.
-
-    Args:
-      program: program of the step, with the sums of its equations.
-      selection: rule for the sums to compress.
-      opens_all: see `flat`.
+    """Schedule a step whose sums are chosen, and return its groups and the sums that stay as they
+    are, too. For `opens_all`, see `flat`.
     """
     sums: Sums = []
     scheduler = _Scheduler(program, selection, itertools.count(), sums, opens_all=opens_all)
@@ -111,10 +107,8 @@ class _Scheduler:
     def _in_order(
         self, carries: Mapping[Value, int]
     ) -> tuple[list[Step], dict[int, Member], set[int]]:
-        """Put the program in order.
-
-        Args:
-          carries: inputs that are regarded as terms of a sum, with the outputs that replace them.
+        """Put the program in order, with inputs that are regarded as terms of a sum, of which other
+        outputs take the place.
 
         Returns:
           The steps, the sums that are left to the caller, by output, and those of the outputs of
