@@ -48,11 +48,13 @@ def follow(equation: Equation, rows: Sequence[Rows]) -> list[Rows]:
     """Return the rows of the results of an equation without programs, given those of operands."""
     if not any(rows):
         return [()] * len(equation.outvars)
-    firsts = _followed(equation, [each[0] if each else None for each in rows])
-    found: list[Rows] = [() if first is None else (first,) for first in firsts]
+    firsts = [each[0] if each else None for each in rows]
+    found: list[Rows] = [() if e is None else (e,) for e in _followed(equation, firsts)]
     for operand, dims in enumerate(rows):
         for dim in dims:
             alone = [dim if each == operand else None for each in range(len(rows))]
+            if alone == firsts:
+                continue  # as above
             for i, other in enumerate(_followed(equation, alone)):
                 found[i] = _joined(found[i], other, equations.shape_of(equation.outvars[i]))
     return found
