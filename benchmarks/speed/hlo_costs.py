@@ -65,7 +65,7 @@ class CostProgram(hlo.HloProgram):
                     raise ValueError(f"The loop {instruction.name} has no constant trip count.")
                 yield from self._runs(instruction.called("body"), times * trips)
             elif instruction.opcode == "conditional":
-                branches = [list(self._runs(branch, times)) for branch in instruction.branches()]
+                branches = [list(self._runs(branch, times)) for branch in instruction.callees]
                 yield from max(branches, key=lambda runs: sum(run.total for run in runs))
             elif instruction.opcode == "call":
                 yield from self._runs(instruction.called("to_apply"), times)

@@ -127,7 +127,7 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                 role = "to_apply" if line.opcode == "call" else "calls"
                 yield from inside(line.called(role), times, in_branch)
             elif line.opcode == "conditional":
-                for branch in line.branches():
+                for branch in line.callees:
                     yield from inside(branch, times, True)
 
     return list(inside(program.entry, 1, False)) if program.entry else []

@@ -100,12 +100,6 @@ class HloInstruction:
         calls = _CALLS.findall(_TEXT.sub("", self.attributes))
         return [name for pair in calls for name in re.findall(r"[\w.\-]+", ",".join(pair))]
 
-    def branches(self) -> list[str]:
-        """Return the names of the computations that a conditional chooses from."""
-        listed = self.attribute(r"branch_computations=\{([^}]*)\}")
-        both = (self.called(f"{case}_computation") for case in ("true", "false"))
-        return re.findall(r"[\w.\-]+", listed) or list(filter(None, both))
-
 
 HloComputation = dict[str, HloInstruction]
 

@@ -64,7 +64,9 @@ def over_data(step: Any, made: Step, mesh: Mesh) -> float:
     return sum(each.bytes for each in sent_over_data(step, made, mesh))
 
 
-def of_pmean(sums: Sequence[Any], made: Step, mesh: Mesh) -> float:
+def of_pmean(
+    sums: Sequence[Any], made: Step, mesh: Mesh, options: dq.Compression = OPTIONS
+) -> float:
     """Bytes that a device sends over the workers' axis for `dq.pmean` of sums.
 
     Gradients lie as parameters of their shape do, over other axes.
@@ -76,7 +78,7 @@ def of_pmean(sums: Sequence[Any], made: Step, mesh: Mesh) -> float:
 
     def mean(tree):
         return dq.pmean(
-            tree, "data", key=jax.random.key(0), method=dataclasses.replace(OPTIONS, specs=specs)
+            tree, "data", key=jax.random.key(0), method=dataclasses.replace(options, specs=specs)
         )
 
     tree = [

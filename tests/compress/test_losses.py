@@ -3,7 +3,6 @@
 `dq.compress(jax.jit(jax.value_and_grad(loss)), "data")` is the form for who has gradients in hand.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ SEQUENCES = normal(ROWS, 4, IN)
 ROW_NUMBERS = jnp.arange(ROWS)
 # Targets of four rows: two of the workers have none.
 MASK = jnp.zeros(ROWS).at[jnp.array([5, 12, 13, 14])].set(1.0)
-OPTIONS = dq.Compression(exact_below=64)
+OPTIONS = dq.Compression("bf16", exact_below=64)
 
 
 @pytest.fixture(autouse=True)
@@ -297,9 +296,7 @@ def test_gradients_are_those_of_one_device(name, data_mesh):
     each = LOSSES[name]
     args = placed(data_mesh(WORKERS), each)
     function = jax.value_and_grad(each.loss, has_aux=each.has_aux, allow_int=True)
-    grad_fn = dq.compress(
-        jax.jit(function), "data", method=dataclasses.replace(OPTIONS, method="bf16")
-    )
+    grad_fn = dq.compress(jax.jit(function), "data", method=OPTIONS)
     report = grad_fn.report(*args)
     assert sorted(s.sum.shape for s in report.compressed) == sorted(each.compressed)
     expected = function(each.params, *each.arrays)
@@ -348,9 +345,7 @@ TRANSFORMED = {
 def test_transformations_of_gradients(name, data_mesh):
     function, shape = TRANSFORMED[name]
     args = placed(data_mesh(WORKERS), Loss(squares))
-    grad_fn = dq.compress(
-        jax.jit(function), "data", method=dataclasses.replace(OPTIONS, method="bf16")
-    )
+    grad_fn = dq.compress(jax.jit(function), "data", method=OPTIONS)
     assert [s.sum.shape for s in grad_fn.report(*args).compressed] == [shape]
     check(grad_fn(*args), function(W, X), (shape,))
 
@@ -405,9 +400,7 @@ def test_states_are_those_of_one_device(name, in_a_scan, data_mesh):
 
     params = {"w": normal(2, IN, IN, scale=0.2), "state": jnp.ones((2, 1024)) / 7}
     args = placed(data_mesh(WORKERS), Loss(loss_fn, params))
-    grad_fn = dq.compress(
-        jax.jit(jax.grad(loss_fn)), "data", method=dataclasses.replace(OPTIONS, method="bf16")
-    )
+    grad_fn = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method=OPTIONS)
     found, expected = grad_fn(*args), jax.grad(loss_fn)(params, X)
     assert {s.sum.shape[-2:] for s in grad_fn.report(*args).compressed} == {(IN, IN)}
     check(found, expected, (params["w"].shape,))
@@ -464,9 +457,7 @@ def of_specs_and_a_mesh(grad_fn, whole, rows):
 def test_rows_are_known_from_any_placement(known, data_mesh):
     def grad_fn(function=squares, in_specs=None, **placements):
         jitted = jax.jit(jax.grad(function), **placements)
-        return dq.compress(
-            jitted, "data", method=dataclasses.replace(OPTIONS, method="bf16"), in_specs=in_specs
-        )
+        return dq.compress(jitted, "data", method=OPTIONS, in_specs=in_specs)
 
     shardings = (NamedSharding(data_mesh(WORKERS), spec) for spec in (P(), P("data")))
     found = known(grad_fn, *shardings)(np.asarray(W), np.asarray(X))
@@ -492,7 +483,7 @@ def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
         jitted = jax.jit(
             jax.value_and_grad(squares), in_shardings=(shards, rows), out_shardings=(whole, out)
         )
-        grad_fn = dq.compress(jitted, "data", method=dataclasses.replace(OPTIONS, method="bf16"))
+        grad_fn = dq.compress(jitted, "data", method=OPTIONS)
         found = grad_fn(W, X)
         check(found, jax.value_and_grad(squares)(W, X), (W.shape,))
         assert found[1].sharding.spec == out.spec
@@ -506,9 +497,7 @@ def test_sums_are_compressed_between_hosts_alone(rows):
     axes = ("hosts", "local")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     x = jax.device_put(SEQUENCES, NamedSharding(mesh, rows))
-    grad_fn = dq.compress(
-        jax.jit(jax.grad(squares)), axes, method=dataclasses.replace(OPTIONS, method="bf16")
-    )
+    grad_fn = dq.compress(jax.jit(jax.grad(squares)), axes, method=OPTIONS)
     w = jax.device_put(W, NamedSharding(mesh, P()))
     check(grad_fn(w, x), jax.grad(squares)(W, SEQUENCES), (W.shape,))
     (found,) = grad_fn.report(w, x).compressed
@@ -543,9 +532,7 @@ def test_replicas_of_parameters_have_one_gradient(data_mesh):
         own = x.reshape(WORKERS, -1, IN)
         return jnp.mean(jax.vmap(squares)(lax.with_sharding_constraint(replicas, rows), own))
 
-    grad_fn = dq.compress(
-        jax.jit(jax.grad(loss_fn)), "data", method=dataclasses.replace(OPTIONS, method="bf16")
-    )
+    grad_fn = dq.compress(jax.jit(jax.grad(loss_fn)), "data", method=OPTIONS)
     args = placed(data_mesh(WORKERS), Loss(loss_fn))
     assert [each.sum.shape for each in grad_fn.report(*args).compressed] == [W.shape]
     check(grad_fn(*args), jax.grad(squares)(W, X), (W.shape,))

@@ -15,7 +15,7 @@ import dynamiq_jax as dq
 WORKERS, STEPS = 4, 5
 X = np.random.default_rng(0).normal(size=(8 * WORKERS, 32)).astype(np.float32)
 Y = np.tanh(X[:, ::-1])
-OPTIONS = dq.Compression(exact_below=1024)
+OPTIONS = dq.Compression("bf16", exact_below=1024)
 
 
 @pytest.fixture(autouse=True)
