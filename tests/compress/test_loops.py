@@ -177,7 +177,7 @@ OTHER_TOTALS = {
     "added to itself": lambda t, g, p: (t[0] + t[0] + g["w"],),
     "of the turn before": lambda t, g, p: (g["w"], t[0] + p["v"] + 0 * t[1]),
     "through both": lambda t, g, p: (g["w"], t[0] + g["v"]),
-    "read in each turn": lambda t, g, p: (t[0] + g["w"], t[1] + jnp.sum(t[0])),
+    "read in each turn": lambda t, g, p: (t[0] + g["w"], t[1] + t[0][0, 0]),
 }
 
 

@@ -201,8 +201,7 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
 
     step, given = (update_outside(mesh), (PARAMS, X, Y)) if kind == "unknown" else (swapped, args)
     compressed = dq.compress(jax.jit(step) if is_jitted else step, "data", **OPTIONS)
-    in_a_jit = jax.jit(compressed)  # no array of another trace has a sharding
-    for function in (compressed, in_a_jit, compressed.report, compressed.trace, compressed.lower):
+    for function in (compressed, compressed.report, compressed.trace, compressed.lower):
         with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp' of"):
             function(*given)
     (found,) = dq.inspect(compressed, *given).findings
@@ -213,6 +212,11 @@ def test_specs_that_are_not_certain_are_one_error_of_report_and_call(
         dq.Compression(METHOD, exact_below=64, specs=P()),
     )
     assert len(known.report(*given).compressed) == 2
+
+
+def test_arguments_of_another_trace_have_no_shardings(mesh, args):
+    with pytest.raises(ValueError, match="specs=None, but the compiler manages axis 'fsdp'"):
+        jax.jit(dq.compress(update_inside(mesh), "data", **OPTIONS))(*args)
 
 
 def test_a_step_with_shardings_keeps_them_in_the_jit_of_a_caller(mesh, args, shardings):
