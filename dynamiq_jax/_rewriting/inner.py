@@ -103,7 +103,6 @@ def _scan_parts(equation: Equation) -> list[StepProgram]:
             leaving=range(carried, len(equation.outvars)),
             totals=range(carried),
             first_of_turn=constants + carried,
-            shapes=list(map(equations.shape_of, equation.outvars)),
         )
     ]
 
@@ -183,7 +182,6 @@ def _remat_parts(equation: Equation) -> list[StepProgram]:
             equation.params["jaxpr"],
             inputs=_all_inputs(equation),
             leaving=range(len(equation.outvars)),
-            shapes=list(map(equations.shape_of, equation.outvars)),
         )
     ]
 

@@ -66,7 +66,7 @@ class StepProgram:
     # First input of which each turn of a loop takes a part. Outputs that are not carried are those
     # of all turns, then.
     first_of_turn: int | None = None
-    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, if sums may leave it
+    shapes: Sequence[tuple[int, ...]] = ()  # of the outputs of the equation, where it is entered
 
     @property
     def opened(self) -> equations.Program:

@@ -215,6 +215,7 @@ class _Scheduler:
         return part.within(
             self._program,
             inside=self._program.inside or node.equation,
+            shapes=list(map(equations.shape_of, node.equation.outvars)),
             totals=tuple(begins_at_zero),
             input_specs={**before, **part.input_specs},
             output_specs={**after, **part.output_specs},

@@ -99,6 +99,7 @@ def traced_contraction(function, name, operands, dims):
     return last
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", MESHES, ids=len)
 @pytest.mark.parametrize("case", CASES)
 def test_each_worker_has_the_result_for_its_rows(case, sizes):

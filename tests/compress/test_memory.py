@@ -1,5 +1,7 @@
 """Temporaries of compressed steps: gradients, and a few buckets beside them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -72,10 +74,15 @@ def temporaries(step, args, mesh, bucket_bytes, *, has_key, specs=P()):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@functools.cache
+def of_form(form, mesh, bucket_bytes, *, has_key):
+    return temporaries(*FORMS[form], mesh, bucket_bytes, has_key=has_key)
+
+
 @pytest.mark.parametrize("form", ("a leaf of even rows", "a leaf of odd rows", "many leaves"))
 def test_temporaries_are_the_gradients_and_three_buckets(data_mesh, form):
     """So smaller buckets take no more, whatever divides the rows of the leaves."""
-    found = [temporaries(*FORMS[form], data_mesh(4), each, has_key=True) for each in BUCKETS]
+    found = [of_form(form, data_mesh(4), each, has_key=True) for each in BUCKETS]
     for bucket, bytes_found in zip(BUCKETS, found, strict=True):
         assert size_of(form) <= bytes_found <= size_of(form) + 3.1 * bucket
     assert found == sorted(found)
@@ -84,7 +91,7 @@ def test_temporaries_are_the_gradients_and_three_buckets(data_mesh, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_without_a_key_needs_no_more_memory(data_mesh, form):
     with_key, without = (
-        temporaries(*FORMS[form], data_mesh(4), BUCKETS[0], has_key=each) for each in (True, False)
+        of_form(form, data_mesh(4), BUCKETS[0], has_key=each) for each in (True, False)
     )
     assert 0.99 * with_key <= without <= 1.02 * with_key
 
