@@ -150,8 +150,7 @@ class Marker:
         lost = next((each.lost for each in rows if each.lost), None)
         if lost and may_contract(equation, dims, [each.lost is not None for each in rows]):
             return self._sum(equation, None, lost), [RowHint()]
-        ends = equation.primitive.name in REDUCTIONS | _CONTRACTIONS.keys()  # without a loss
-        if lost is None and any(dims) and not ends:
+        if lost is None and any(dims) and equation.primitive.name not in _ENDS:
             lost = (
                 f"its rows are not followed through {equation.primitive.name!r} of "
                 f"{equations.place(equation) or 'an unknown line'}: give the result "
@@ -315,3 +314,5 @@ _CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Row]], list[Row] | None]] 
     "reduce_sum": _contracted_sum,
     "scatter-add": _contracted_scatter,
 }
+# Results of these may have no rows although nothing is lost.
+_ENDS = REDUCTIONS | _CONTRACTIONS.keys()
