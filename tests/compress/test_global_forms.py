@@ -24,7 +24,7 @@ def promotions_of_users():
         yield
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name, kind", CASES)
 def test_exact_sums_are_those_of_the_compiler(name, kind):
     form = FORMS[name]
@@ -44,7 +44,7 @@ def test_exact_sums_are_those_of_the_compiler(name, kind):
     assert report.num_groups == form.groups
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", FORMS)
 def test_compressed_sums_send_what_a_mean_of_the_same_tree_sends(name):
     """In place of what the compiler sends for the same sums."""

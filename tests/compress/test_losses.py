@@ -289,7 +289,7 @@ def a_norm_of_the_whole_batch(w, x):
     return jnp.mean(jnp.tanh(x @ w / jnp.sqrt(mean(x @ w))) ** 2 * ROW_NUMBERS[:, None])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_one_device(name, data_mesh):
     """Those of matrices are rounded. The loss and aux are those of the whole batch."""
