@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
-from dynamiq_jax._core.text import format_bytes
+from dynamiq_jax._core.text import aligned, format_bytes
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.findings import Finding
 from dynamiq_jax._rewriting.report import CompressReport
@@ -77,7 +77,7 @@ class Inspection:
 
     @override
     def __str__(self) -> str:
-        table = _columns([_HEADINGS, *map(_texts, self.rows)]) if self.rows else []
+        table = aligned([_HEADINGS, *map(_texts, self.rows)]) if self.rows else []
         lines = [*table, *[""][: len(table)], self.summary]
         lines += [f"{finding.kind}: {finding.text}" for finding in self.findings]
         lines += [f"\n{step}" for step in self.steps]
@@ -168,8 +168,3 @@ def _what(one: CompiledCollective) -> str:
         return one.opcode
     innermost = one.labels[-1]
     return _PARTS.get(innermost, f"compressed, {innermost}")
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
