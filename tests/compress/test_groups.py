@@ -9,7 +9,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax._rewriting.sums import CONTINUED, FORWARD
 from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient, parts
 
 METHOD = "bf16"
@@ -174,22 +173,6 @@ def test_sums_of_a_forward_pass_that_leave_a_loop_stay_exact(mesh):
     assert expected[1].size >= dq.Compression().exact_below > expected[1][0].size
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-7)
     assert 1e-8 < dq.vnmse(got[0], expected[0]) < 1e-4
-
-
-def test_statistics_that_a_checkpoint_computes_again_stay_exact(mesh):
-    def loss(params, x, y):
-        @jax.checkpoint
-        def layer(params, x):
-            wide = jnp.tile(x @ params["w"], (1, 64))
-            return jnp.sin(wide - lax.pmean(jnp.mean(wide, 0), "data")[None]).reshape(-1, 32)
-
-        rows = layer(params, x) @ params["v"]
-        return lax.pmean(jnp.mean(rows**2), "data")
-
-    report = check(mapped(lambda *a: jax.grad(loss)(*a), mesh))
-    assert {each.sum.shape for each in report.compressed} == {(32, 32)}
-    wide = [each.why_exact for each in report.sums if each.sum.shape[-1:] == (2048,)]
-    assert sorted(wide) == sorted([FORWARD, FORWARD, CONTINUED])
 
 
 def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):

@@ -188,22 +188,6 @@ def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_
     assert sent(step, tree) == report.sums[0].bytes_after == report.sums[0].bytes_before
 
 
-def test_bytes_of_shards_are_those_of_one_device():
-    """Axes that the compiler manages split what each device sends."""
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    step = mapped(lambda *a: jax.grad(mean_loss)(*a), mesh, axis_names={"data"})
-    whole, split = (
-        dq.compress(step, "data", dq.Compression("bf16", specs=specs, exact_below=64))
-        .report(PARAMS, X, Y)
-        .compressed
-        for specs in (P(), lambda each: P("fsdp") if len(each.shape) == 2 else P())
-    )
-    assert len(whole) == len(split) == 2
-    for one, half in zip(whole, split, strict=True):
-        assert one.bytes_before == 2 * half.bytes_before
-        assert one.bytes_after == pytest.approx(2 * half.bytes_after)
-
-
 def test_exact_sums_have_bytes_and_the_number_of_times_too():
     """In loops, behind them, over several axes, over groups of one, and over other axes alone."""
     mesh = jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)

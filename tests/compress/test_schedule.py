@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
+from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient
 from tests.support.hlo import collectives, unordered
 
 METHOD = "bf16"
@@ -120,13 +120,6 @@ def test_loops_with_compressed_sums_wait_for_each_other(mesh):
 
     compressed = dq.compress(mapped(step, mesh), "data", method=METHOD)
     assert unordered(text_of(compressed, PARAMS, X, Y)) == []
-
-
-def test_sums_in_the_order_of_the_step_whatever_the_form(mesh):
-    """Two groups of which the second needs the first are sent in this order."""
-    form = FORMS["two_models_one_after_the_other"](mesh)
-    report = dq.compress(form.step, "data", method=METHOD).report(*form.args)
-    assert [each.group for each in report.compressed] == [0, 0, 1, 1]
 
 
 def test_buckets_of_rows_are_sent_as_the_backward_pass_makes_them(data_mesh, monkeypatch):

@@ -9,7 +9,6 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from pallas_kernels._jax import equations
 from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient, parts
 
 METHOD = "bf16"
@@ -78,32 +77,6 @@ def test_an_effect_alone_keeps_what_it_needs(mesh):
     expected = jax.jit(mapped(lambda *a: lax.pmean(own_gradient(*a), "data")["v"], mesh))(*ARGS)
     np.testing.assert_allclose(seen, [float(jnp.sum(expected**2))] * 2, rtol=1e-2)
     assert seen[0] != float(jnp.sum(expected**2))
-
-
-def sizes_of_effects(program):
-    """Yield the sizes of the first inputs of equations with effects that hold no program."""
-    for equation in equations.opened(program)[0].eqns:
-        inside = list(equations.programs_in(equation))
-        for each in inside:
-            yield from sizes_of_effects(each)
-        if equations.has_effects(equation) and not inside:
-            yield equation.invars[0].aval.size
-
-
-def test_effects_beside_a_sum_keep_their_order(mesh):
-    """The second one needs the sum, and the third one does not."""
-
-    def step(params, x, y):
-        grads = own_gradient(params, x, y)
-        jax.debug.callback(lambda _: None, jnp.ones(2))
-        total = lax.pmean(grads, "data")
-        jax.debug.callback(lambda _: None, total["w"][0, :3])
-        jax.debug.callback(lambda _: None, jnp.ones(4))
-        return total
-
-    whole = mapped(step, mesh)
-    for fun in (whole, dq.compress(whole, "data", method=METHOD)):
-        assert list(sizes_of_effects(jax.make_jaxpr(fun)(*ARGS))) == [2, 3, 4]
 
 
 def test_names_of_scopes_are_around_compressed_sums(mesh):
