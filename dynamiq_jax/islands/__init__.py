@@ -8,7 +8,6 @@ Each island takes local steps, and all of them take one outer step together in e
 import importlib.util
 
 if importlib.util.find_spec("jax"):
-    from dynamiq_jax.islands import merging
     from dynamiq_jax.islands._decode import decode
     from dynamiq_jax.islands._encode import encode
     from dynamiq_jax.islands._history import RoundRecord, history
@@ -20,4 +19,4 @@ from dynamiq_jax.islands import messages
 
 __all__ = ["IslandState", "Islands", "ObjectStore", "PendingExchange", "SharedFolder", "Transport"]
 __all__ += ["RoundRecord", "history"]
-__all__ += ["Sparse", "decode", "encode", "merging", "messages"]
+__all__ += ["Sparse", "decode", "encode", "messages"]
