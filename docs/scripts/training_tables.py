@@ -1,5 +1,6 @@
 """Tables of the pages on workers that are far, slow or lossy."""
 
+import re
 from collections.abc import Callable
 
 from benchmarks.islands.sparse import rounds_until
@@ -15,6 +16,8 @@ _ISLAND_MESSAGES = (
     "0.11 bits",
     "0.25 bits, no residual",
     "0.25 bits, Nesterov",
+    "exact, beside local steps",
+    "0.25 bits, beside local steps",
 )
 
 
@@ -303,7 +306,7 @@ def islands_bad_days() -> str:
             "" if row is rows[0] else f"{row['loss'] / without - 1:+.1%}",
             f"{row['without']}",
             f"{row['longest']:.1f} s",
-            "; ".join(text.split(":")[0].split(".")[0] for text in row["shown"]),
+            "; ".join(re.split(r"[:.](?= |$)", text)[0] for text in row["shown"]),
         ]
         for row in rows
     ]
