@@ -76,6 +76,10 @@ class Islands:
     repeats the outer steps since then. Each decision has a hash of reference and outer state, which
     every island compares with its own, and a digest of each change that counts.
 
+    An island may be a job of several processes with leaves that are split over their devices. Then
+    each process sends and reads its own shards, and all call `join`, `exchange` and `result` of
+    `start_exchange` together.
+
     The outer step is that of `training.LocalSGD`. Results are not bit-identical to it: an
     all-reduce rounds sums again, and here each change is rounded once.
     """
@@ -233,7 +237,7 @@ class Islands:
           The exchange. The next one begins after its `result`.
         """
         outgoing = self._outgoing(params, state, weight, loss)
-        going_on = went_on(params, outgoing.start, state.reference)
+        going_on = went_on(params, outgoing.start, outgoing.state.reference)
         return PendingExchange(going_on, self, outgoing)
 
     def _outgoing(

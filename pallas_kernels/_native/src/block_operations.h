@@ -1,4 +1,4 @@
-// Operations on whole messages of formats with one width; see `pallas_kernels._native.blocks`.
+// Operations on whole messages of formats with one width; see `pallas_kernels._native.native_blocks`.
 
 #ifndef DYNAMIQ_BLOCK_OPERATIONS_H_
 #define DYNAMIQ_BLOCK_OPERATIONS_H_

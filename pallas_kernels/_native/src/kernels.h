@@ -66,7 +66,7 @@ struct BlockRow {
   Byte* sides;  // of this row: bytes that blocks have beside their codes
 };
 
-// A format with one width, in the order of `pallas_kernels._native.blocks`.
+// A format with one width, in the order of `pallas_kernels._native.native_blocks`.
 struct BlockRows {
   int64_t block, side_bytes;  // of a block
   void (*decode)(const BlockRow<const uint8_t>& row, int32_t width, float* values);
