@@ -225,11 +225,16 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     (folder / FOUND).write_text(json.dumps(found))
 
 
-def loss_of_rare_tokens(task: Task, params: Params) -> float:
-    """Return the held-out loss of targets that occur fewer than 3 times in the training rows."""
+def loss_of_rare_tokens(task: Task, params: Params) -> float | None:
+    """Return the held-out loss of targets that occur fewer than 3 times in the training rows.
+
+    None if there are no such targets.
+    """
     held_out = task.held_out
     counts = np.bincount(task.rows.targets[task.rows.learned], minlength=1 + held_out.targets.max())
     rare = held_out._replace(learned=held_out.learned & (counts[held_out.targets] < RARE))
+    if not rare.learned.any():
+        return None
     return evaluator(task.structure, rare, task.mesh.shape["data"] * task.batch, task.mesh)(params)
 
 

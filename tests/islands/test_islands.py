@@ -316,6 +316,7 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=re.escape(f"{field}={value!r}"[:80])):
             Islands(**{"transport": transport, "name": "a", field: value})
+    Islands(transport=transport, name="a", norm_limit=1, overlap=0, decay=0, grace=0)  # the least
     with pytest.raises(ValueError, match="cannot be in a message"):
         Islands(transport=transport, name="a", method="topk_chunked")
     with pytest.raises(TypeError, match=r"outer=0\.7 is not an optax"):
