@@ -58,7 +58,6 @@ from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
 SAVE_EVERY = 25  # steps
-RARE = 3  # occurrences of a token in the training rows, below which it counts as rare
 FOUND = "found.json"  # in the folder of a run: what is measured at its end
 # Options on which the losses of all runs of a result file depend.
 SHARED = ("text", "count", "workers", "steps", "context", "learning_rate", "optimizer")
@@ -108,6 +107,9 @@ class Config:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Muon orthogonalizes the updates of matrices, on each worker: a step takes 15 seconds more
     for each."""
+
+    rare: int = 3
+    """Occurrences in the training rows below which a token counts as rare."""
 
     @property
     def result(self) -> Path:
@@ -219,20 +221,20 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
         checkpoint.save(folder / TRAINED, model, params, config.model)
     exact = folder_of(config, "exact", seed) / TRAINED
     place = SingleDeviceSharding(jax.devices()[0])
-    found: dict[str, Any] = {"rare": loss_of_rare_tokens(task, params)}
+    found: dict[str, Any] = {"rare": loss_of_rare_tokens(task, params, config.rare)}
     if exact.exists():
         found["distance"] = distances(task, params, checkpoint.load(exact, model, place))
     (folder / FOUND).write_text(json.dumps(found))
 
 
-def loss_of_rare_tokens(task: Task, params: Params) -> float | None:
-    """Return the held-out loss of targets that occur fewer than 3 times in the training rows.
+def loss_of_rare_tokens(task: Task, params: Params, occurrences: int) -> float | None:
+    """Return the held-out loss of targets that occur less often in the training rows.
 
     None if there are no such targets.
     """
     held_out = task.held_out
     counts = np.bincount(task.rows.targets[task.rows.learned], minlength=1 + held_out.targets.max())
-    rare = held_out._replace(learned=held_out.learned & (counts[held_out.targets] < RARE))
+    rare = held_out._replace(learned=held_out.learned & (counts[held_out.targets] < occurrences))
     if not rare.learned.any():
         return None
     return evaluator(task.structure, rare, task.mesh.shape["data"] * task.batch, task.mesh)(params)

@@ -159,6 +159,7 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
         context=32,
         learning_rate=1e-2,
         optimizer="muon",
+        rare=100,
     )
     training.main(config)
     path = tmp_path / "real_lm_training_muon.json"
