@@ -21,11 +21,11 @@ def on_all(outer: Any, params: Any) -> Any:
         return as_arrays(outer)
     everywhere = NamedSharding(meshes[0], PartitionSpec())
 
-    def placed(leaf: Any) -> Array:
+    def replicated(leaf: Any) -> Array:
         is_whole = np.ndim(leaf) == 0 or not isinstance(leaf, Array)
         return jax.device_put(leaf, everywhere) if is_whole else leaf
 
-    return jax.tree.map(placed, outer)
+    return jax.tree.map(replicated, outer)
 
 
 def placed(leaf: Array, before: Array) -> Array:

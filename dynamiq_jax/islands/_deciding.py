@@ -93,8 +93,7 @@ class Judge:
         def messages() -> Iterator[Message]:
             for piece in self.files.pieces(number, reference, sent):
                 sizes.append(piece.message.nbytes)
-                of = (leaf.dtype for leaf in piece.message.leaves)
-                dtypes.update(zip(piece.shards, of, strict=True))
+                dtypes.update(piece.dtypes)
                 yield piece.message
 
         found = examine(messages(), None if sent.parts else leaves)

@@ -293,10 +293,11 @@ class Islands:
                 for piece in sent:
                     take_in(applied, piece.decoded(), wanted)
             return Transferred(incoming, "counts", applied)
-        intact = self.transport.get(file) == data and self._arrived(outgoing)
-        if self.name not in decision.left_out or not intact:
-            return Transferred(incoming, "late", applied)
-        return Transferred(incoming, "left out", applied)
+        # A change that others could read is left out for its values; any other one is kept.
+        is_read = self.name in decision.left_out and self.transport.get(file) == data
+        if is_read and self._arrived(outgoing):
+            return Transferred(incoming, "left out", applied)
+        return Transferred(incoming, "late", applied)
 
     def _arrived(self, outgoing: Outgoing) -> bool:
         """Return whether all parts of a change of this island are in the store as it sent them."""

@@ -26,12 +26,18 @@ class Piece(NamedTuple):
         values = map(np.asarray, decode(self.message).values())
         return zip(self.shards, values, strict=True)
 
+    @property
+    def dtypes(self) -> dict[Shard, str]:
+        """Dtypes of all shards."""
+        leaves = self.message.leaves
+        return {shard: leaf.dtype for shard, leaf in zip(self.shards, leaves, strict=True)}
+
 
 class Packed(NamedTuple):
     """Tree that an island sends, as far as this process sends it."""
 
     sent: Sent
-    pieces: Mapping[int, Piece]  # of this process, by the numbers of their parts
+    contents: Mapping[int, bytes]  # of the parts of this process, by their numbers
 
 
 def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Message]) -> Packed:
@@ -44,9 +50,8 @@ def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Me
       encoded: function of a tree, and of the number of its part, to the message.
     """
     if len(devices_of(tree)) == 1:
-        message = encoded(tree, 0)
-        return Packed(Sent(weight, island, message), {0: whole(message)})
-    parts, pieces = parts_of(tree), dict[int, Piece]()
+        return Packed(Sent(weight, island, encoded(tree, 0)), {})
+    parts, contents = parts_of(tree), dict[int, bytes]()
     for number, shards in parts.items():
         # All on one device, whose program is compiled once for shards of the same shapes.
         local = {
@@ -55,13 +60,11 @@ def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Me
             if array is not None
         }
         if local:
-            message = encoded(local, number)
-            named = [Shard.named(leaf.name) for leaf in message.leaves]
-            pieces[number] = Piece(message, named)
-    own = {n: hashlib.sha256(piece.message.to_bytes()).digest() for n, piece in pieces.items()}
+            contents[number] = encoded(local, number).to_bytes()
+    own = {number: hashlib.sha256(content).digest() for number, content in contents.items()}
     digests = _processes.together(own, 1 + max(parts))
     listed = [SentPart(number, digests[number].hex(), tuple(of)) for number, of in parts.items()]
-    return Packed(Sent(weight, island, None, tuple(listed)), pieces)
+    return Packed(Sent(weight, island, None, tuple(listed)), contents)
 
 
 def whole(message: Message) -> Piece:

@@ -160,9 +160,9 @@ class RoundFiles:
         """
         sent = packed.sent
         for part in sent.parts:
-            if part.number in packed.pieces:
+            if part.number in packed.contents:
                 name = part_file(number, of, self.name, part)
-                content = packed.pieces[part.number].message.to_bytes()
+                content = packed.contents[part.number]
                 self.transport.put(name, sealed(name, content, self.secret))
         if not _processes.leads():
             return
@@ -198,8 +198,7 @@ class RoundFiles:
         sent, _ = self.sent(state_file(number), self.name)
         wanted, values, dtypes = needed(like), Values(), dict[Shard, str]()
         for piece in self.pieces(number, "state", sent, wanted):
-            of = (leaf.dtype for leaf in piece.message.leaves)
-            dtypes.update(zip(piece.shards, of, strict=True))
+            dtypes |= piece.dtypes
             take_in(values, piece.decoded(), wanted)
         check_leaves(dtypes, leaves_of(like), wanted)
         return values

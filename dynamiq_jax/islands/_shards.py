@@ -20,7 +20,6 @@ from dynamiq_jax.islands.merging import Leaves, leaves_of
 
 _NAME = re.compile(r"(.*)@((?:\d+:\d+(?:,\d+:\d+)*)?)", re.DOTALL)
 
-
 Values = dict["Shard", NDArray[Any]]
 
 
@@ -156,8 +155,9 @@ def take_in(
         for shard in own.get(source.path, ()):
             if (place := shard.inside(source)) is None:
                 continue
-            total = totals.setdefault(shard, np.zeros(shard.shape, values.dtype))
-            part = values[source.inside(shard)]
+            if shard not in totals:
+                totals[shard] = np.zeros(shard.shape, values.dtype)
+            total, part = totals[shard], values[source.inside(shard)]
             if factor is None:
                 total[place] = part
             else:
