@@ -7,41 +7,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.checks import check_key
-from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan import recording
-from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
-from dynamiq_jax._rewriting.contractions import Marker, RowHint, workers_of
+from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.evaluate import Evaluator
-from dynamiq_jax._rewriting.inner import specs_of_shardings
-from dynamiq_jax._rewriting.nodes import StepProgram
-from dynamiq_jax._rewriting.origins import origins_of
-from dynamiq_jax._rewriting.reading import chosen
+from dynamiq_jax._rewriting.program import ScheduledStep, scheduled, trace
 from dynamiq_jax._rewriting.report import CompressReport, report_of
-from dynamiq_jax._rewriting.rows import rows_of_spec
-from dynamiq_jax._rewriting.schedule import schedule
-from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
-from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
-from pallas_kernels._jax import compat, equations
+from pallas_kernels._jax import equations
 from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
 
 _MANY = 8  # programs of a step; one more is a warning
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
-    """Step that is traced and scheduled for some arguments."""
-
-    schedule: EvaluationSchedule
-    groups: tuple[Reduce, ...]
-    exact: tuple[KeptSum, ...]  # sums that stay as they are
-    results: Leaves  # without arrays
-    changed: int  # arrays of objects among the results
-    donated: tuple[int, ...]  # numbers of the arrays of the arguments
 
 
 @functools.partial(
@@ -53,7 +31,7 @@ class _Results:
 
     arrays: tuple[Any, ...]
     metrics: list[Metrics] | None  # of the groups, if they are returned
-    program: _Program
+    program: ScheduledStep
 
 
 class CompressedStep:
@@ -138,7 +116,7 @@ class CompressedStep:
             args = (self._instance, *args)
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
-    def _report(self, program: _Program) -> CompressReport:
+    def _report(self, program: ScheduledStep) -> CompressReport:
         return report_of(program.groups, program.exact, self._evaluator)
 
     def _jitted(self, leaves: Leaves) -> Any:
@@ -187,7 +165,7 @@ class CompressedStep:
         return self._compiled[kind]
 
     def _run(
-        self, leaves: Leaves, shardings: Sequence[Any], program: _Program | None = None
+        self, leaves: Leaves, shardings: Sequence[Any], program: ScheduledStep | None = None
     ) -> _Results:
         """Run the step inside of a trace, with a program for its arguments, or else traced here."""
         program = program or self._program(leaves, shardings)
@@ -210,85 +188,22 @@ class CompressedStep:
         returned, _ = program.results.with_arrays(arrays[:count])
         return returned if results.metrics is None else (returned, results.metrics)
 
-    def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> _Program:
+    def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> ScheduledStep:
         """Trace the step and schedule it.
 
         Raises:
           TypeError: the step assigns an array to an attribute of its object.
           ValueError: there is no sum to compress.
         """
-        apart: list[Any] = []
-
-        def flat(*arrays: Any) -> Any:
-            (args, kwargs), objects = leaves.with_arrays(arrays)
-            results = Leaves.of(self._fun(*args, **kwargs), is_jitted=self._is_jitted)
-            changed = leaves.check_graph(objects)
-            apart[:] = [results._replace(arrays=(), objects=()), len(changed)]
-            return [*results.arrays, *changed]
-
-        try:
-            traced = equations.without_unused(jax.make_jaxpr(flat)(*leaves.arrays))
-        except jax.errors.JAXTypeError as error:
-            name = getattr(self._fun, "__name__", "the step")
-            error.add_note(
-                f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
-                "Move what needs them, such as float(loss), behind the step."
-            )
-            raise
+        traced = trace(self._fun, leaves, is_jitted=self._is_jitted)
         self._check_unchanged()
-        results, changed = apart
         selection = self._evaluator.selection
-        known = [
-            before if given is None else given
-            for before, given in zip(shardings, equations.in_shardings(traced), strict=True)
-        ]
-        specs = self._specs(leaves, known)
-        placed = [*known, *jax.tree.leaves(self._in_specs)]
-        workers = workers_of(selection.axes[0], placed, traced)
-        bound = equations.bound_axes(traced) | set(compat.axes_in_scope())
-        selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
-        likely: dict[int, PartitionSpec] = {}
-        if workers is not None:
-            rows = [RowHint(rows_of_spec(spec or (), workers.axis)) for spec in specs]
-            traced, _ = Marker(workers).program(traced, rows)
-            if len(workers.mesh.axis_names) > 1:
-                shapes = [each.shape for each in traced.out_avals]
-                likely = specs_alike(results, shapes, leaves, specs)
-        program = StepProgram(
-            traced,
-            input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
-            output_specs=specs_of_shardings(equations.out_shardings(traced)),
-            likely_specs=likely,
-        )
-        program, continued = origins_of(program)
-        program = chosen(program, selection, continued)
-        made, sums = schedule(program, selection, opens_all=self._is_jitted)
-        groups = tuple(each for each in sums if isinstance(each, Reduce))
-        exact = tuple(each for each in sums if isinstance(each, KeptSum))
-        if not (self._missing_ok or groups):
-            raise ValueError(_nothing_to_compress(selection, exact))
-        inside = next((e.around.inside for e in groups if e.around.inside is not None), None)
-        if self._evaluator.request.measures and inside is not None:
-            raise ValueError(
-                "with_metrics=True, but the step has sums to compress inside of "
-                f"{inside.primitive.name!r}, from {equations.place(inside)}, which has no such "
-                "result. Write the sum there with dq.pmean(..., with_metrics=True), or leave "
-                "with_metrics out."
-            )
-        donated = tuple(equations.donated_inputs(traced))
-        return _Program(made, groups, exact, results, changed, donated)
-
-    def _specs(self, leaves: Leaves, shardings: Sequence[Any]) -> list[PartitionSpec | None]:
-        """Return the specs of the arrays of arguments: those of the user, or of shardings."""
-        of_shardings = specs_of_shardings(shardings)
-        known = [of_shardings.get(number) for number in range(len(shardings))]
-        if self._in_specs is None:
-            return known
-        numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
-        given = leaf_specs(numbers, self._in_specs)
-        keywords = [None] * (len(leaves.kinds) - len(given))
-        of_arrays = leaves.of_arrays([*given, *keywords])
-        return [*of_arrays, *known[len(of_arrays) :]]
+        program = scheduled(traced, leaves, shardings, self._in_specs, selection)
+        if not self._missing_ok:
+            program.check_found(selection)
+        if self._evaluator.request.measures:
+            program.check_measurable()
+        return program
 
     def _check_unchanged(self) -> None:
         """Check that a trace has left no array in the object of the step."""
@@ -310,22 +225,3 @@ def _leaves_of(value: Any) -> list[Any]:
         return jax.tree.leaves(value)
     except ValueError:
         return []
-
-
-def _nothing_to_compress(selection: Selection, found: Sequence[KeptSum]) -> str:
-    lines = [
-        f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
-        f"{each.source or 'of an unknown line'}: {why}"
-        for each, why, _, _ in found
-    ]
-    what = "These stay exact:" + "".join(lines) if found else "It has no sum over a named axis."
-    return (
-        f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive the "
-        "name of an axis over which it sums gradients: a manual axis of jax.shard_map or jax.pmap "
-        "in the step, or one over which the rows of its batch are split. Where no argument has a "
-        "sharding, as inside of another jax.jit, give in_specs= of NamedShardings, or of "
-        "PartitionSpecs under jax.set_mesh. Take gradients inside of the "
-        "step: those of a compressed function would not be compressed. If they are arguments of "
-        "the step, give only=lambda s: s.origin == 'other', which compresses what no backward pass "
-        "has made. Give missing_ok=True if this step may stay as it is."
-    )

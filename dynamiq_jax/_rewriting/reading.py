@@ -33,7 +33,7 @@ _OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 
 
 def chosen(
-    program: StepProgram, selection: Selection, continued: frozenset[SumResult]
+    program: StepProgram, continued: frozenset[SumResult], selection: Selection
 ) -> StepProgram:
     """Return a program with the sums of its equations, and why each one stays exact.
 
@@ -42,19 +42,19 @@ def chosen(
     """
     nodes = []
     for node in program.nodes:
-        programs = tuple(chosen(each, selection, continued) for each in node.programs)
+        programs = tuple(chosen(each, continued, selection) for each in node.programs)
         holds_target = any(
             each.holds_target or any(why in (None, ZEROS) for _, why in each.sums)
             for each in itertools.chain.from_iterable(inside.nodes for inside in programs)
         )
-        sums = tuple(_choices(node, selection, continued))
+        sums = tuple(_choices(node, continued, selection))
         nodes.append(
             dataclasses.replace(node, programs=programs, sums=sums, holds_target=holds_target)
         )
     return dataclasses.replace(program, nodes=tuple(nodes))
 
 
-def _choices(node: Node, selection: Selection, continued: frozenset[SumResult]) -> Iterator[Choice]:
+def _choices(node: Node, continued: frozenset[SumResult], selection: Selection) -> Iterator[Choice]:
     """Yield the sums of an equation, one for each operand, and why each one stays exact."""
     if (summed := over_axes(node.equation)) is None:
         return

@@ -19,6 +19,7 @@ from pallas_kernels._jax import compat
 Equation = core.JaxprEqn
 Program = core.Jaxpr
 Atom = core.Var | core.Literal
+_PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def opened(program: Any) -> tuple[Program, Sequence[Any]]:
@@ -28,7 +29,7 @@ def opened(program: Any) -> tuple[Program, Sequence[Any]]:
 
 def is_program(value: Any) -> bool:
     """Return whether a parameter of an equation is a traced program."""
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    return isinstance(value, _PROGRAMS)
 
 
 def programs_in(equation: Equation) -> Iterator[Any]:

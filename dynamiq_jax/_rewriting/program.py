@@ -1,0 +1,159 @@
+"""Programs of a step, one for each kind of arguments: the passes from its trace to its schedule."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dynamiq_jax._inputs.shards import leaf_specs
+from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
+from dynamiq_jax._rewriting.contractions import Marker, RowHint, workers_of
+from dynamiq_jax._rewriting.inner import specs_of_shardings
+from dynamiq_jax._rewriting.nodes import StepProgram
+from dynamiq_jax._rewriting.origins import origins_of
+from dynamiq_jax._rewriting.reading import chosen
+from dynamiq_jax._rewriting.rows import rows_of_spec
+from dynamiq_jax._rewriting.schedule import schedule
+from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
+from dynamiq_jax._rewriting.sums import Selection
+from pallas_kernels._jax import compat, equations
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledStep:
+    """Step that is traced and scheduled for some arguments."""
+
+    schedule: EvaluationSchedule
+    groups: tuple[Reduce, ...]
+    exact: tuple[KeptSum, ...]  # sums that stay as they are
+    results: Leaves  # without arrays
+    changed: int  # arrays of objects among the results
+    donated: tuple[int, ...]  # numbers of the arrays of the arguments
+
+    def check_found(self, selection: Selection) -> None:
+        """Raise ValueError if there is no sum to compress, with the reason of each one."""
+        if self.groups:
+            return
+        lines = [
+            f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
+            f"{each.source or 'of an unknown line'}: {why}"
+            for each, why, _, _ in self.exact
+        ]
+        what = "These stay exact:" + "".join(lines) if lines else "It has no sum over a named axis."
+        raise ValueError(
+            f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive "
+            "the name of an axis over which it sums gradients: a manual axis of jax.shard_map or "
+            "jax.pmap in the step, or one over which the rows of its batch are split. Where no "
+            "argument has a sharding, as inside of another jax.jit, give in_specs= of "
+            "NamedShardings, or of PartitionSpecs under jax.set_mesh. Take gradients inside of the "
+            "step: those of a compressed function would not be compressed. If they are arguments "
+            "of the step, give only=lambda s: s.origin == 'other', which compresses what no "
+            "backward pass has made. Give missing_ok=True if this step may stay as it is."
+        )
+
+    def check_measurable(self) -> None:
+        """Raise ValueError if the metrics of a group would be those inside of an equation."""
+        inside = next((e.around.inside for e in self.groups if e.around.inside is not None), None)
+        if inside is not None:
+            raise ValueError(
+                "with_metrics=True, but the step has sums to compress inside of "
+                f"{inside.primitive.name!r}, from {equations.place(inside)}, which has no such "
+                "result. Write the sum there with dq.pmean(..., with_metrics=True), or leave "
+                "with_metrics out."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """Step that is traced for some arguments."""
+
+    program: Any
+    results: Leaves  # without arrays
+    changed: int  # arrays of objects among the results
+    is_jitted: bool
+
+
+def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> TracedStep:
+    """Trace a step, the result of `jax.jit` or not, for the leaves of its arguments."""
+    apart: list[Any] = []
+
+    def flat(*arrays: Any) -> Any:
+        (args, kwargs), objects = leaves.with_arrays(arrays)
+        results = Leaves.of(fun(*args, **kwargs), is_jitted=is_jitted)
+        changed = leaves.check_graph(objects)
+        apart[:] = [results._replace(arrays=(), objects=()), len(changed)]
+        return [*results.arrays, *changed]
+
+    try:
+        program = equations.without_unused(jax.make_jaxpr(flat)(*leaves.arrays))
+    except jax.errors.JAXTypeError as error:
+        name = getattr(fun, "__name__", "the step")
+        error.add_note(
+            f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
+            "Move what needs them, such as float(loss), behind the step."
+        )
+        raise
+    results, changed = apart
+    return TracedStep(program, results, changed, is_jitted)
+
+
+def scheduled(
+    traced: TracedStep, leaves: Leaves, shardings: Sequence[Any], in_specs: Any, selection: Selection
+) -> ScheduledStep:
+    """Mark the sums that the compiler places, find gradients, choose sums, and group them.
+
+    Args:
+      traced: the step.
+      leaves: those of its arguments.
+      shardings: of the arrays of its arguments, or None.
+      in_specs: how its arguments are split, if the user says so.
+      selection: rule for the sums to compress.
+    """
+    program = traced.program
+    known = [
+        before if given is None else given
+        for before, given in zip(shardings, equations.in_shardings(program), strict=True)
+    ]
+    specs = _specs(leaves, known, in_specs)
+    workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
+    bound = equations.bound_axes(program) | set(compat.axes_in_scope())
+    selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
+    likely: dict[int, PartitionSpec] = {}
+    if workers is not None:
+        rows = [RowHint(rows_of_spec(spec or (), workers.axis)) for spec in specs]
+        program, _ = Marker(workers).program(program, rows)
+        if len(workers.mesh.axis_names) > 1:
+            shapes = [each.shape for each in program.out_avals]
+            likely = specs_alike(traced.results, shapes, leaves, specs)
+    marked = StepProgram(
+        program,
+        input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
+        output_specs=specs_of_shardings(equations.out_shardings(program)),
+        likely_specs=likely,
+    )
+    made, sums = schedule(
+        chosen(*origins_of(marked), selection), selection, opens_all=traced.is_jitted
+    )
+    return ScheduledStep(
+        made,
+        tuple(each for each in sums if isinstance(each, Reduce)),
+        tuple(each for each in sums if isinstance(each, KeptSum)),
+        traced.results,
+        traced.changed,
+        tuple(equations.donated_inputs(program)),
+    )
+
+
+def _specs(leaves: Leaves, shardings: Sequence[Any], in_specs: Any) -> list[PartitionSpec | None]:
+    """Return the specs of the arrays of arguments: those of the user, or of shardings."""
+    of_shardings = specs_of_shardings(shardings)
+    known = [of_shardings.get(number) for number in range(len(shardings))]
+    if in_specs is None:
+        return known
+    numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
+    given = leaf_specs(numbers, in_specs)
+    keywords = [None] * (len(leaves.kinds) - len(given))
+    of_arrays = leaves.of_arrays([*given, *keywords])
+    return [*of_arrays, *known[len(of_arrays) :]]
