@@ -100,7 +100,11 @@ def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> Traced
 
 
 def scheduled(
-    traced: TracedStep, leaves: Leaves, shardings: Sequence[Any], in_specs: Any, selection: Selection
+    traced: TracedStep,
+    leaves: Leaves,
+    shardings: Sequence[Any],
+    in_specs: Any,
+    selection: Selection,
 ) -> ScheduledStep:
     """Mark the sums that the compiler places, find gradients, choose sums, and group them.
 
