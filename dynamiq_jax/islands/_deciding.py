@@ -40,7 +40,7 @@ class Judge:
             stayed = {*before.members, *before.left_out}
         except ValueError:  # none before the first round
             stayed = set()
-        start, told, reached = time.monotonic(), 1, None
+        start, tell_at, reached = time.monotonic(), files.deadline, None
         while files.transport.get(file) is None:
             came, waited = files.transport.names(folder), time.monotonic() - start
             if len(came) >= self.at_least and reached is None:
@@ -53,12 +53,12 @@ class Judge:
                 decision = self._judged(number, reference, leaves, came, waited)
                 files.transport.put(file, sealed(file, decision.to_bytes(), files.secret))
                 continue
-            if waited >= told * files.deadline:
+            if waited >= tell_at:
                 text = (
                     "round %d: %d of %d changes came in %.0f s. It is decided when they are there."
                 )
                 logger.warning(text, number, len(came), self.at_least, waited)
-                told += 1
+                tell_at = 2 * waited + 1
             time.sleep(files.poll)
 
     def _judged(

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dynamiq_jax.islands._records import Decision, RoundNotes, opened
-from dynamiq_jax.islands._rounds import decision_file
+from dynamiq_jax.islands._rounds import decision_file, numbers_of
 from dynamiq_jax.islands._transports import Transport
 
 
@@ -30,13 +30,12 @@ def history(
     Raises:
       ValueError: there is no run in the store.
     """
-    names = {*transport.names("here"), *transport.names("decision")}
-    if not names:
+    numbers = {*numbers_of([*transport.names("here"), *transport.names("decision")])}
+    if not numbers:
         raise ValueError(f"{transport!r} has no run of islands. Give the place that they share.")
     found = []
-    for name in sorted(names)[-(last or len(names)) :]:
-        number = int(name)
-        here, file = tuple(transport.names(f"here/{name}")), decision_file(number)
+    for number in sorted(numbers)[-(last or len(numbers)) :]:
+        here, file = tuple(transport.names(f"here/{number:08}")), decision_file(number)
         decision, problem = None, ""
         if (data := transport.get(file)) is not None:
             try:

@@ -31,6 +31,7 @@ from dynamiq_jax.islands._rounds import (
     change_file,
     decision_file,
     loss_file,
+    numbers_of,
     state_file,
 )
 from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
@@ -119,7 +120,7 @@ class Islands:
         if not is_file_name(self.name):
             raise ValueError(
                 f"name={self.name!r:.80} is not possible: files have it. Give a printable "
-                f"name of at most {LONGEST_NAME} bytes, without '/', other than '.' and '..'."
+                f"name of at most {LONGEST_NAME} bytes, without '/', that begins with no '.'."
             )
         check_integer("count", self.count, 1)
         check_number("deadline", self.deadline, 0, float("inf"))
@@ -375,8 +376,9 @@ class Islands:
     def _latest(self, first: IslandState) -> IslandState:
         """Return the last stored state that can be read, of the structure of a first one."""
         like, problems = (first.reference, first.outer), []
-        names = iter(sorted(self.transport.names("state"), reverse=True))
-        while (number := _processes.of_leader(int(next(names, -1)))) >= 0:
+        # Also the first one, which a list that lags does not have yet.
+        numbers = iter(sorted({0, *numbers_of(self.transport.names("state"))}, reverse=True))
+        while (number := _processes.of_leader(next(numbers, -1))) >= 0:
             values = Values()
             try:
                 values = self._rounds.state(number, like)

@@ -137,7 +137,7 @@ class Sent(NamedTuple):
 
 def is_file_name(name: Any) -> bool:
     """Return whether an island can have a name: stores have files under it."""
-    if not isinstance(name, str) or name in ("", ".", ".."):
+    if not isinstance(name, str) or not name or name.startswith("."):
         return False
     return name.isprintable() and "/" not in name and len(name.encode()) <= LONGEST_NAME
 

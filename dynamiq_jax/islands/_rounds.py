@@ -215,11 +215,12 @@ class RoundFiles:
     def forget(self, before: int) -> None:
         """Delete changes and states of the rounds before one. Decisions stay, for `history`."""
         transport = self.transport
-        for state in _before(transport.names("state"), before):
-            transport.delete(f"state/{state}")
+        for number in numbers_of(transport.names("state")):
+            if number < before:
+                transport.delete(state_file(number))
         for kind, depth in (("change", 2), ("parts", 3)):
-            for number in _before(transport.names(kind), before):
-                for file in self._below(f"{kind}/{number}", depth):
+            for number in numbers_of(transport.names(kind)):
+                for file in self._below(f"{kind}/{number:08}", depth) if number < before else ():
                     transport.delete(file)
 
     def _below(self, folder: str, depth: int) -> list[str]:
@@ -254,9 +255,9 @@ class RoundFiles:
         return changes, damaged
 
 
-def _before(names: Iterable[str], number: int) -> list[str]:
-    """Return the names of rounds before one."""
-    return [name for name in names if name.isdecimal() and int(name) < number]
+def numbers_of(names: Iterable[str]) -> list[int]:
+    """Return the rounds among the names of a folder, where other files may lie."""
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def decision_file(number: int) -> str:

@@ -46,16 +46,15 @@ class SharedFolder:
     def put(self, name: str, data: bytes) -> bool:
         """Store bytes; see `Transport.put`. A link is atomic, also over NFS."""
         target = Path(self.path, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        Path(self.path).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self.path, prefix=".") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # or a host that loses power leaves a name without bytes
             try:
-                os.link(file.name, target)
-            except FileExistsError:
-                return False
-        return True
+                return _linked(file.name, target)
+            except FileNotFoundError:  # another island has deleted the folder, which was empty
+                return _linked(file.name, target)
 
     def get(self, name: str) -> bytes | None:
         """Return bytes; see `Transport.get`."""
@@ -64,9 +63,9 @@ class SharedFolder:
         return None
 
     def names(self, folder: str) -> list[str]:
-        """Return names; see `Transport.names`."""
+        """Return names; see `Transport.names`. Hidden files are of systems, such as NFS."""
         with contextlib.suppress(FileNotFoundError):
-            return sorted(os.listdir(Path(self.path, folder)))
+            return sorted(n for n in os.listdir(Path(self.path, folder)) if not n.startswith("."))
         return []
 
     def delete(self, name: str) -> None:
@@ -76,6 +75,16 @@ class SharedFolder:
         with contextlib.suppress(OSError):  # the first that is not empty
             for folder in target.relative_to(self.path).parents[:-1]:
                 Path(self.path, folder).rmdir()
+
+
+def _linked(source: str, target: Path) -> bool:
+    """Give a file another name, and return whether no other file has it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)

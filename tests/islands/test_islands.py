@@ -4,10 +4,12 @@ import functools
 import itertools
 import os
 import pathlib
+import random
 import re
 import signal
 import threading
 import time
+from collections import defaultdict, deque
 
 import fsspec
 import jax
@@ -48,6 +50,32 @@ def test_a_name_is_stored_once(transport):
     assert transport.put("folder/other", b"")
     assert transport.names("folder") == ["name", "other"]
     assert (transport.get("folder/none"), transport.names("none")) == (None, [])
+
+
+def test_a_folder_that_another_island_deletes_is_made_again(tmp_path, monkeypatch):
+    """One that deletes old rounds, after this one has made the folder of a late change."""
+    link, folder = os.link, SharedFolder(tmp_path)
+
+    def after_a_deletion(*args):
+        monkeypatch.setattr(os, "link", link)
+        folder.delete("change/0/none")
+        link(*args)
+
+    monkeypatch.setattr(os, "link", after_a_deletion)
+    assert folder.put("change/0/late", b"1") and folder.names("change/0") == ["late"]
+
+
+def test_files_of_others_in_the_folders_of_a_run_are_no_rounds_and_no_islands(tmp_path):
+    folder, fields = SharedFolder(tmp_path), {"keep_rounds": 2, "store_every": 1, "at_least": 1}
+    (island,), (state,) = joined(folder, "a", **fields)
+    for name in ("state/backup", "here/.DS_Store", "decision/notes.txt", "change/old"):
+        assert folder.put(name, b"1")
+    for each in range(3):
+        assert folder.put(f"here/{each:08}/.nfs01", b"")
+        (state,) = exchanged([island], [state], [each])
+    assert [record.here for record in history(folder)] == [("a",)] * 4
+    _, (resumed,) = joined(folder, "a", **fields)
+    assert resumed.round == 3 and same(resumed.reference, state.reference)
 
 
 def test_bytes_are_on_the_disk_before_they_have_a_name(tmp_path, monkeypatch):
@@ -118,6 +146,48 @@ def test_a_run_over_a_store_that_fails_has_the_bits_of_one_that_does_not(tmp_pat
         assert not any(store.filesystem.errors for store in stores.values())
         ends.append(states[0])
     assert same(ends[0][1:3], ends[1][1:3])
+
+
+class Lagging(Memory):
+    """A view of a store whose lists have what was there some lists of the folder before."""
+
+    def __init__(self, files, lag):
+        super().__init__(files)
+        self.seen = defaultdict(lambda: deque([[]] * lag, lag + 1))
+
+    def names(self, folder):
+        self.seen[folder].append(super().names(folder))
+        return self.seen[folder].popleft()
+
+
+def test_lists_that_lag_and_clocks_that_differ_lose_no_change(monkeypatch):
+    """Islands see each other late, and one of them says that it is another year at every look."""
+    monkeypatch.setattr(time, "time", lambda: random.uniform(0, 2e9))
+    ends = []
+    for lags in ((0, 0, 0), (0, 3, 40)):
+        files = {}
+        stores = {name: Lagging(files, lag) for name, lag in zip("abc", lags, strict=True)}
+        islands, states = joined(stores, method="exact", at_least=3, deadline=float("inf"))
+        for number in range(3):
+            states = exchanged(islands, states, range(3 * number, 3 * number + 3))
+            file = f"decision/{number:08d}"
+            decided = Decision.from_bytes(opened(file, files[file]))
+            assert sorted(decided.members) == ["a", "b", "c"]
+        assert all(same(state[1:3], states[0][1:3]) for state in states)
+        ends.append(states[0])
+    assert same(ends[0][1:3], ends[1][1:3])
+
+
+def test_an_island_that_waits_for_a_quorum_says_so_seldom(caplog):
+    """Also if it waits for no island, so that each look is past the deadline."""
+    store = Memory()
+    islands, states = joined(store, "ab", at_least=2, deadline=0, count=1)
+    late = threading.Timer(0.5, exchanged, ([islands[1]], [states[1]], [2]))
+    late.start()
+    exchanged([islands[0]], [states[0]], [1])
+    late.join()
+    (warning,) = (r.getMessage() for r in caplog.records if "changes came" in r.getMessage())
+    assert warning.startswith("round 0: 1 of 2 changes came in 0 s.")
 
 
 def test_two_islands_of_one_name_are_told_and_lose_nothing(caplog):
