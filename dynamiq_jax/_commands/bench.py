@@ -34,6 +34,7 @@ from dynamiq_jax._measurement.settings import (
     parse_settings,
 )
 from dynamiq_jax._prediction.break_even import record
+from dynamiq_jax._prediction.device_speeds import kind_of
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import operations
 
@@ -90,7 +91,7 @@ class Bench(OnDevices):
                 records.write(self.json, where, dataclasses.asdict(self), rows)
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
-            device = "cpu" if platform == "cpu" else "gpu"
+            device = kind_of(platform, kind)
             if recommendation := to_advise(rows, device, with_wire=with_wire):
                 console.out(recommendation)  # not wrapped: a line to paste
         return tables.warn_unequal(console, rows)

@@ -226,15 +226,24 @@ def connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 
 def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.ndarray:
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    """Return the groups of devices along axes of a mesh, or parts of axes: `'a':(2)4` is the middle
+    dimension of `a`, split into [2, 4, rest].
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     devices = np.arange(math.prod(sizes.values()))
     if order:
         devices = devices.reshape([int(d) for d in order.split(",")])
     if transposed:
         devices = devices.transpose([int(d) for d in transposed.split(",")])
-    devices = devices.reshape(list(sizes.values()))
-    assert ":" not in grouped, grouped  # parts of axes
-    last = [list(sizes).index(name.strip().strip("'")) for name in grouped.split(",")]
-    others = [axis for axis in range(len(sizes)) if axis not in last]
-    size = math.prod(devices.shape[axis] for axis in last)
-    return devices.transpose(*others, *last).reshape(-1, size)
+    along = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
+    parts = {name: (int(outer), int(part)) for name, outer, part in along if part}
+    shape: list[int] = []
+    places: dict[str, int] = {}
+    for name, size in sizes.items():
+        outer, part = parts.get(name, (1, size))
+        places[name] = len(shape) + 1
+        shape += [outer, part, size // (outer * part)]
+    last = [places[name] for name, _, _ in along]
+    others = [axis for axis in range(len(shape)) if axis not in last]
+    count = math.prod(shape[axis] for axis in last)
+    return devices.reshape(shape).transpose(*others, *last).reshape(-1, count)

@@ -195,7 +195,7 @@ def _compressed(question: Question, method: dq.DynamiQ, name: str, is_flat: bool
     return Option(
         name=f"{method.bits:g} bits, {'flat ' if is_flat else ''}{name}",
         topology=name,
-        call=f'{axes}method=dq.DynamiQ(bits={method.bits}), topology="{name}"',
+        call=f'{axes}method="dynamiq:{method.bits:g}:{name}"',
         bits=method.bits,
         is_flat=is_flat,
         sent=topology.bytes_sent(cost, workers),

@@ -45,7 +45,21 @@ PCIE_CODEC_NS = 8 * CODEC_SPEEDS["gpu"].ns_per_coordinate
 TPU_LINKS: dict[DeviceKind, str] = {"tpu_v5e": "25gbit", "tpu_v5p": "50gbit", "tpu_v6e": "100gbit"}
 # bfloat16 operations a second of a chip, from the same pages.
 _TPU_PEAKS: dict[DeviceKind, float] = {"tpu_v5e": 197e12, "tpu_v5p": 459e12, "tpu_v6e": 918e12}
+# Names that JAX has for these chips; others have the speeds of a v5e.
+_TPU_KINDS: dict[str, DeviceKind] = {
+    "TPU v5": "tpu_v5p",
+    "TPU v5p": "tpu_v5p",
+    "TPU v6 lite": "tpu_v6e",
+    "TPU v6e": "tpu_v6e",
+}
 UTILIZATION = 0.4  # of the peak, which large models have in practice
+
+
+def kind_of(platform: str, device_kind: str) -> DeviceKind:
+    """Return the kind of a device, from the names that JAX has for its platform and its model."""
+    if platform == "tpu":
+        return _TPU_KINDS.get(device_kind, "tpu_v5e")
+    return "cpu" if platform == "cpu" else "gpu"
 
 
 def hiding_tokens(

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 # Values that a program takes as inputs. Other leaves, such as flags and functions, are constants.
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_NUMBERS = (float, complex)
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_NUMBERS = (float, complex, np.generic)
 
 
 @dataclasses.dataclass(frozen=True)

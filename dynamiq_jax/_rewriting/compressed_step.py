@@ -20,6 +20,7 @@ from pallas_kernels._jax.compat import override
 from pallas_kernels._jax.own_thread import is_traced
 
 _MANY = 8  # programs of a step; one more is a warning
+_MOST = 64  # programs that are kept, with the constants of their arguments
 
 
 @functools.partial(
@@ -161,7 +162,10 @@ class CompressedStep:
                     "arrays or Python floats, and arrays with the shardings of the step before.",
                     stacklevel=4,
                 )
-            self._compiled[kind] = make()
+            made = self._compiled[kind] = make()
+            if len(self._compiled) > _MOST:
+                self._compiled.pop(next(iter(self._compiled)), None)
+            return made
         return self._compiled[kind]
 
     def _run(

@@ -62,7 +62,7 @@ class BlockInt(BlockwiseMethod):
         """Return qgZ, the gradient format of ZeRO++ (arXiv 2306.10209): blocks of 4-bit codes.
 
         Blocks are exchanged all to all and summed in full precision, so that a gradient is coded
-        once before its sum. Use it with `topology="all_to_all"`; `dq.psum_scatter` is the paper's
+        once before its sum. Use it with the topology "all_to_all"; `dq.psum_scatter` is the paper's
         collective. Differences from the paper: one exchange instead of one inside and one between
         nodes; bfloat16 scales; the block size is ours.
         """
@@ -72,7 +72,7 @@ class BlockInt(BlockwiseMethod):
     def equarx(cls) -> "BlockInt":
         """Return the format of EQuARX (arXiv 2506.17615): 8-bit blocks with dynamic scales.
 
-        Blocks are decoded, summed and coded again on the way. Use it with `topology="ring"`.
+        Blocks are decoded, summed and coded again on the way. Use it with the topology "ring".
         Differences from the paper: it is part of XLA's TPU runtime, which overlaps coding with
         transfers; bfloat16 scales; the block size is ours.
         """

@@ -132,8 +132,8 @@ def resolve_method(method: Method | str) -> Method:
     lacking = sorted({naming.head(inner), wrapper} & (OF_RESEARCH - {*known, *WRAPPERS}))
     if lacking:
         raise ValueError(
-            f"method={method!r} is not installed: {lacking[0]!r} is in dynamiq-jax-research. Call "
-            "pip install dynamiq-jax-research."
+            f"method={method!r} is not installed: {lacking[0]!r} is in dynamiq-jax-research. In a "
+            "checkout of dynamiq-jax, call pip install ./research."
         )
     raise ValueError(
         f"method={method!r} is not known. Give a method such as dq.DynamiQ(bits=5.0), or one of "

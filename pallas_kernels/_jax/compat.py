@@ -205,7 +205,7 @@ def _warn_that_nothing_is_compared(what: str, reason: str) -> None:
         f"{what} was not found in JAX {jax.__version__} ({reason}). It is not checked that all "
         "processes run the same collective: if they do not, they hang or their results are wrong. "
         "Install a version of dynamiq-jax that supports this version of JAX, or give "
-        "dq.Options(check_agreement=False) to all collectives.",
+        "dq.Compression(check_agreement=False) to all collectives.",
         stacklevel=3,
     )
 

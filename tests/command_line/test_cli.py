@@ -37,6 +37,7 @@ from dynamiq_jax._measurement.devices import make_mesh, workers_per_machine
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
 from dynamiq_jax._prediction.cost_model import CodecSpeed
+from dynamiq_jax._prediction.device_speeds import DEVICE_KINDS, kind_of
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES, Ring
 from tests.support.commands import ROOT, command, on_two_processes, shown
@@ -243,6 +244,20 @@ def test_the_command_that_goes_on_is_that_of_the_largest_size():
     assert "dynamiq:6 with 4Ki coordinates" in text and "--link takes it out" not in text
     assert "--link takes it out" in bench.to_advise(rows, "gpu", with_wire=True)
     assert bench.to_advise(rows[:1], "cpu", with_wire=False) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "kind"),
+    (
+        ("cpu", "cpu", "cpu"),
+        ("gpu", "NVIDIA H200", "gpu"),
+        ("tpu", "TPU v5 lite", "tpu_v5e"),
+        ("tpu", "TPU v5", "tpu_v5p"),
+        ("tpu", "TPU v6 lite", "tpu_v6e"),
+    ),
+)
+def test_the_advice_is_for_the_device_that_was_timed(platform, name, kind):
+    assert kind_of(platform, name) == kind and kind in DEVICE_KINDS
 
 
 # ------------------------------------------------------------------- tables and records

@@ -1,9 +1,12 @@
 """Steps that are methods or get objects: compressed as `jax.jit` compiles them."""
 
 import copy
+import functools
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._rewriting import compressed_step
 from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss
 from tests.support.workers import STOCHASTIC
 
@@ -115,6 +119,38 @@ def test_many_constants_are_a_warning(data_mesh):
             compressed.trace(PARAMS, X, Y, count=count)
     with pytest.warns(UserWarning, match=r"compiled again, after 8 times.*arrays or Python floats"):
         compressed.trace(PARAMS, X, Y, count=9)
+
+
+def test_a_step_that_jax_jits_has_numpy_numbers_as_static_arguments(data_mesh):
+    step = mapped(scaled, data_mesh(2), specs=(P(), P("data"), P("data"), P()))
+    jitted = jax.jit(lambda *args, count: step(*args, np.float32(count)), static_argnames="count")
+    compressed = dq.compress(jitted, "data", method=METHOD)
+    for count in (np.int64(2), np.float32(2), 2):
+        got = compressed(PARAMS, X, Y, count=count)
+        np.testing.assert_array_equal(got["w"], compressed(PARAMS, X, Y, count=2)["w"])
+        assert compressed.report(PARAMS, X, Y, count=count).compressed
+    dynamic = dq.compress(jax.jit(step), "data", method=METHOD)
+    traced = [dynamic(PARAMS, X, Y, np.float32(rate))["w"] for rate in (1, 2)]
+    np.testing.assert_array_equal(2 * traced[0], traced[1])
+
+
+def test_objects_of_which_a_step_is_the_method_do_not_live_forever(data_mesh, monkeypatch):
+    """Each one is a constant of a program, of which the last ones are kept."""
+    monkeypatch.setattr(compressed_step, "_MOST", 3)
+    step = mapped(lambda *args: scaled(*args, jnp.float32(1)), data_mesh(2))
+
+    class Trainer:
+        @functools.partial(dq.compress, axis_name="data", method=METHOD)
+        def train(self, *args):
+            return step(*args)
+
+    trainers = [Trainer() for _ in range(5)]
+    alive = [weakref.ref(each) for each in trainers]
+    for each in trainers:
+        each.train.trace(PARAMS, X, Y)
+    del trainers, each
+    gc.collect()
+    assert [each() is not None for each in alive] == [False, False, True, True, True]
 
 
 def test_an_assigned_attribute_is_an_error(data_mesh):

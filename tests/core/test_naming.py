@@ -207,5 +207,7 @@ def test_values_are_python_literals_or_text(text, value):
 def test_a_method_of_research_that_is_not_installed_says_what_to_install(text, monkeypatch):
     for registry in (METHODS, WRAPPERS):
         monkeypatch.setitem(vars(registry), "installed", {})
-    with pytest.raises(ValueError, match=r"is in dynamiq-jax-research\. Call pip install"):
+    with pytest.raises(
+        ValueError, match=r"is in dynamiq-jax-research\. In a checkout .* pip install \./research"
+    ):
         resolve_method(text)

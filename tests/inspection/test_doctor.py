@@ -213,7 +213,7 @@ def test_programs_that_cannot_be_are_errors(program, says):
         ("replica_groups=[1,1000000000000]<=[1000000000000]", "of 1000000000000 devices"),
         ("replica_groups=[0,4]<=[0]", "of 0 devices"),
         ("replica_groups=[2,3]<=[4]", "2 groups of 3 devices, but lists 4"),
-        ("replica_groups=mesh['a'=2] {'b'}", "cannot be read: ValueError"),
+        ("replica_groups=mesh['a'=2] {'b'}", "cannot be read: KeyError"),
     ),
 )
 def test_groups_that_cannot_be_are_errors(groups, says):

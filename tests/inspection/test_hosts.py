@@ -170,9 +170,18 @@ def test_each_host_sends_the_messages_that_leave_it(drawn):
         ("ragged-all-to-all", 8 * 8 / 16),
     ),
 )
-@pytest.mark.parametrize("local_groups", [False, True])
-def test_every_kind_of_collective_has_its_way(opcode, sent, local_groups):
-    groups = "[2,8]<=[16]" if local_groups else "[1,16]<=[16]"
+@pytest.mark.parametrize(
+    ("groups", "local_groups"),
+    (
+        ("[1,16]<=[16]", False),
+        ("[2,8]<=[16]", True),
+        ("mesh['h-1'=2,'l-1'=8] {'h-1','l-1'}", False),
+        ("mesh['h-1'=2,'l-1'=8] {'l-1'}", True),
+        ("mesh['all'=16] {'all':(2)8}", True),
+        ("mesh['all'=16], device_ids=([2,8]T(1,0)) {'all':(1)8}", True),
+    ),
+)
+def test_every_kind_of_collective_has_its_way(opcode, sent, groups, local_groups):
     lines = f"  ROOT %r = u8[1600]{{0}} {opcode}(%q), replica_groups={groups}\n"
     (found,) = inspect_text(
         f"HloModule step, num_partitions=16\n\nENTRY %main (q: u8[1600]) -> u8[1600] {{\n"
