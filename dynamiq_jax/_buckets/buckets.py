@@ -61,7 +61,7 @@ class CutRules:
     into_parts: bool = True  # whether a large leaf may be cut along its first dimension
     # Whether leaves that are too large for one bucket may be cut into stripes all the same.
     into_stripes: bool = True
-    copies: int = 1  # parts of workers that a bucket counts, but of which a program holds one
+    copies: int = 1  # workers whose parts count in the size of a bucket; a program holds one part
     names: tuple[str, ...] = ()  # of the leaves, for errors
 
 

@@ -159,7 +159,7 @@ def _scale_of(values: Array) -> Array:
 
 
 def _ratio(scale: Array, largest: Array) -> Array:
-    """Return the factor of squares in units of `scale**2` that makes them those of a larger one."""
+    """Return the factor that converts squares in units of `scale**2` to units of `largest**2`."""
     return (scale * inverse_unit(largest)) ** 2
 
 

@@ -158,7 +158,7 @@ def split_over(
 
 
 def spread(specs: Any, tree: Any) -> list[Any]:
-    """Return the value for every leaf of a tree, of a tree of values or a prefix; it may be None.
+    """Broadcast a tree of values, or a prefix of one, to a value for each leaf. It may be None.
 
     Raises:
       ValueError: values that are no prefix of the tree.

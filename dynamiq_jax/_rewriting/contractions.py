@@ -207,7 +207,9 @@ def _is_one_number(equation: Equation, rows: Sequence[RowHint]) -> bool:
 
 
 def _with_rows_alike(equation: Equation, rows: Sequence[RowHint]) -> Iterator[list[Rows]]:
-    """Yield the rows of operands, then those with each dimension of one whose rows are alike."""
+    """Yield the rows of operands as they are known. Then, for each operand that is one number,
+    yield them with each of its dimensions as its rows.
+    """
     dims = [each.dims for each in rows]
     yield dims
     for i, each in enumerate(rows):

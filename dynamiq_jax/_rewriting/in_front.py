@@ -114,9 +114,7 @@ class Waiting:
 
 
 def _linear_inputs(node: Node) -> Sequence[Value]:
-    """Return the inputs in which an equation is linear, of which the others are numbers; none if it
-    is not linear.
-    """
+    """Return the inputs in which an equation is linear if all others are numbers; otherwise none."""
     name, keys = node.equation.primitive.name, node.inputs
     if name in _OF_SEVERAL or name == "concatenate":
         return keys
@@ -165,8 +163,8 @@ def resized(
     shape: tuple[int, ...],
     dtype: np.dtype[Any] | None = None,
 ) -> Member | None:
-    """Return a sum in place of others of its kind whose terms are combined, to a shape and a dtype,
-    before it has its operand; None if they cannot be combined.
+    """Merge sums of one kind, whose terms are combined, into one of a shape and a dtype. It has no
+    operand yet. None if they cannot be merged.
     """
     first = members[0]
     whys = {each.why_exact for each in members}
@@ -195,9 +193,7 @@ def behind(selection: Selection, member: Member, shape: tuple[int, ...]) -> Memb
 
 
 def totals_among(left: Mapping[int, Member]) -> set[int]:
-    """Return the outputs of a loop's body that are totals of terms: sums, as all that they are in,
-    among those that leave the body.
-    """
+    """Return the outputs of a loop's body that only accumulate sums which leave the body."""
     inside = [(output, member) for member in left.values() for output in member.accumulates]
     return {
         output

@@ -42,7 +42,7 @@ def is_call(equation: Equation, is_mapped: bool) -> bool:
 
 
 def specs_of_shardings(shardings: Sequence[Any]) -> dict[int, PartitionSpec]:
-    """Return the specs of shardings, by their numbers, of those that fix all dimensions."""
+    """Map the number of each sharding that fixes all dimensions to its spec."""
     return {
         i: each.spec
         for i, each in enumerate(shardings)

@@ -133,7 +133,7 @@ def made(
 
 
 def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
-    """Return the sums with which a backward pass goes on by an equation of it without programs.
+    """Return the sums that an equation of a backward pass, without programs, computes further with.
 
     Not those of which it merely changes the form or the scale. A sum that is the same on all
     workers may also be multiplied by arrays: parameters that are normalized, say, before the

@@ -28,6 +28,7 @@ class ScheduledStep:
     schedule: EvaluationSchedule
     groups: tuple[Reduce, ...]
     exact: tuple[KeptSum, ...]  # sums that stay as they are
+    axes: frozenset[str]  # of its maps and around it, and of the mesh over which rows are split
     results: Leaves  # without arrays
     changed: int  # arrays of objects among the results
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
@@ -41,16 +42,26 @@ class ScheduledStep:
             f"{each.source or 'of an unknown line'}: {why}"
             for each, why, _, _ in self.exact
         ]
-        what = "These stay exact:" + "".join(lines) if lines else "It has no sum over a named axis."
+        axis = selection.axes[0]
+        if axis in self.axes:
+            what = "These stay exact:" + "".join(lines) if lines else "It has no sum over an axis."
+            remedy = (
+                "Take gradients inside of the step: those of a compressed function would not be "
+                "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
+                "'other', which compresses what no backward pass has made."
+            )
+        else:
+            others = f" It has the axes {sorted(self.axes)}." if self.axes else ""
+            what = f"No argument is split over {axis!r}, and no map has that axis.{others}"
+            remedy = (
+                "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
+                f"PartitionSpec({axis!r}))). Where arguments have no shardings, as inside of "
+                "another jax.jit, give in_specs= of NamedShardings, or of PartitionSpecs under "
+                "jax.set_mesh."
+            )
         raise ValueError(
-            f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\nGive "
-            "the name of an axis over which it sums gradients: a manual axis of jax.shard_map or "
-            "jax.pmap in the step, or one over which the rows of its batch are split. Where no "
-            "argument has a sharding, as inside of another jax.jit, give in_specs= of "
-            "NamedShardings, or of PartitionSpecs under jax.set_mesh. Take gradients inside of the "
-            "step: those of a compressed function would not be compressed. If they are arguments "
-            "of the step, give only=lambda s: s.origin == 'other', which compresses what no "
-            "backward pass has made. Give missing_ok=True if this step may stay as it is."
+            f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\n"
+            f"{remedy} Give missing_ok=True if this step may stay as it is."
         )
 
     def check_measurable(self) -> None:
@@ -122,8 +133,9 @@ def scheduled(
     ]
     specs = _specs(leaves, known, in_specs)
     workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
-    bound = equations.bound_axes(program) | set(compat.axes_in_scope())
-    selection.check_bound(bound.union(workers.mesh.axis_names if workers else ()))
+    axes = equations.bound_axes(program).union(compat.axes_in_scope())
+    axes = axes.union(workers.mesh.axis_names if workers else ())
+    selection.check_bound(axes)
     likely: dict[int, PartitionSpec] = {}
     if workers is not None:
         rows = [RowHint(rows_of_spec(spec or (), workers.axis)) for spec in specs]
@@ -144,6 +156,7 @@ def scheduled(
         made,
         tuple(each for each in sums if isinstance(each, Reduce)),
         tuple(each for each in sums if isinstance(each, KeptSum)),
+        axes,
         traced.results,
         traced.changed,
         tuple(equations.donated_inputs(program)),

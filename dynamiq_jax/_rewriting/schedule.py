@@ -107,8 +107,8 @@ class _Scheduler:
     def _in_order(
         self, carries: Mapping[Value, int]
     ) -> tuple[list[Step], dict[int, Member], set[int]]:
-        """Put the program in order, with inputs that are regarded as terms of a sum, of which other
-        outputs take the place.
+        """Order the equations of the program. `carries` has the inputs that are treated as terms of
+        a sum, and the outputs that replace them.
 
         Returns:
           The steps, the sums that are left to the caller, by output, and those of the outputs of
