@@ -114,7 +114,7 @@ class Waiting:
 
 
 def _linear_inputs(node: Node) -> Sequence[Value]:
-    """Return the inputs in which an equation is linear if all others are numbers; otherwise none."""
+    """Return the inputs in which an equation is linear if all others are numbers; or else none."""
     name, keys = node.equation.primitive.name, node.inputs
     if name in _OF_SEVERAL or name == "concatenate":
         return keys

@@ -80,14 +80,15 @@ def test_the_diff_around_a_step_compresses_its_sums(setting):
     """The step is as its author wrote it: JAX sums the gradients."""
 
     @jax.jit
-    @jax.shard_map(mesh=setting["mesh"], in_specs=(P(), P("data")), out_specs=P())
-    def train_step(params, batch):
+    @jax.shard_map(mesh=setting["mesh"], in_specs=(P(), P("data"), P("data")), out_specs=P())
+    def train_step(params, x, y):
         def mean_loss(params):
-            return jax.lax.pmean(setting["loss_fn"](params, batch), "data")
+            return jax.lax.pmean(setting["loss_fn"](params, {"x": x, "y": y}), "data")
 
-        return jax.tree.map(jnp.subtract, params, jax.grad(mean_loss)(params))
+        loss, gradient = jax.value_and_grad(mean_loss)(params)
+        return jax.tree.map(jnp.subtract, params, gradient), loss
 
-    namespace = {**setting, "train_step": train_step}
+    namespace = {**setting, **setting["batch"], "train_step": train_step}
     exec(applied(AROUND_A_STEP, "+"), namespace)
     sent = jax.tree.map(jnp.subtract, setting["params"], namespace["params"])
     assert 1e-3 < dq.vnmse(sent, exact_gradients(setting)) < 3e-2
