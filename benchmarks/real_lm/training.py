@@ -149,9 +149,10 @@ def main(config: Config) -> Report:
         for method in config.methods:
             if (method, seed) in done:
                 continue
-            # In a process of its own: what a run leaves in memory would be missing in the next.
+            # In a process of its own: what a run leaves in memory would be missing in the next. It
+            # ends with this one, or a second command would train into the same folder.
             process = multiprocessing.get_context("spawn").Process(
-                target=run, args=(config, data, method, seed)
+                target=run, args=(config, data, method, seed), daemon=True
             )
             process.start()
             process.join()
