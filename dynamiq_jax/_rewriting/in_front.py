@@ -116,7 +116,9 @@ class Waiting:
 def _linear_inputs(node: Node) -> Sequence[Value]:
     """Return the inputs in which an equation is linear if all others are numbers; or else none."""
     name, keys = node.equation.primitive.name, node.inputs
-    if name in _OF_SEVERAL or name == "concatenate":
+    if name in _OF_SEVERAL:  # a total may begin with zeros
+        return [key for key, each in zip(keys, node.operands, strict=True) if each.number != 0]
+    if name == "concatenate":
         return keys
     if name == "convert_element_type" and not _is_widened(node):
         return ()

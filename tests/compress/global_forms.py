@@ -334,6 +334,21 @@ def accumulated_in_a_scan(place):
     return Step(step, place.put(MATRICES), batch)
 
 
+@form(*OF_MATRICES)
+def accumulated_by_a_loop_of_python(place):
+    """Micro-batches whose total begins with zeros."""
+
+    def step(params, x, y):
+        loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, params)
+        for each in zip(x, y, strict=True):
+            one = jax.value_and_grad(squares)(params, *each)
+            loss, gradients = jax.tree.map(jnp.add, (loss, gradients), one)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients), loss / 2
+
+    batch = place.put((X.reshape(2, 8, -1), Y.reshape(2, 8, -1)), None, "data")
+    return Step(step, place.put(MATRICES), batch)
+
+
 EXPERTS = {
     "router": normal(32, 4, scale=0.3),
     "up": normal(4, 32, 16, scale=0.2),
