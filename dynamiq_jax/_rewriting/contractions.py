@@ -207,13 +207,15 @@ def _is_one_number(equation: Equation, rows: Sequence[RowHint]) -> bool:
 
 
 def _with_rows_alike(equation: Equation, rows: Sequence[RowHint]) -> Iterator[list[Rows]]:
-    """Yield the rows of operands as they are known. Then, for each operand that is one number,
-    yield them with each of its dimensions as its rows.
+    """Yield the rows of operands as they are known. Then, for each operand that is one number, or
+    that all workers have while another one has rows, yield them with each of its dimensions as its
+    rows.
     """
     dims = [each.dims for each in rows]
     yield dims
     for i, each in enumerate(rows):
-        if each.is_alike:
+        is_whole = not each.dims and each.lost is None and any(dims)
+        if each.is_alike or is_whole:
             rank = len(equations.shape_of(equation.invars[i]))
             yield from ([*dims[:i], (dim,), *dims[i + 1 :]] for dim in range(rank))
 
@@ -294,7 +296,7 @@ def _contracted_scatter(equation: Equation, rows: Sequence[Row]) -> list[Row] | 
     batch = [
         d for d in range(len(equations.shape_of(updates))) if d not in numbers.update_window_dims
     ]
-    return [None, dim, batch[dim]]
+    return [None, dim, batch[dim]] if rows[2] in (None, batch[dim]) else None
 
 
 def _contracted_groups(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:

@@ -349,6 +349,20 @@ def accumulated_by_a_loop_of_python(place):
     return Step(step, place.put(MATRICES), batch)
 
 
+@form(*OF_MATRICES, (32, 32), (64, 32), explicit=False)
+def times_that_all_workers_have(place):
+    """A table and a matrix for times of diffusion, which are drawn in the step."""
+    more = {"of_times": normal(32, 32, scale=0.2), "table": normal(VOCABULARY, 32, scale=0.2)}
+
+    def loss(params, x, y):
+        times = jax.random.randint(jax.random.key(3), x.shape[:1], 0, VOCABULARY)
+        waves = jnp.sin(times[:, None] / jnp.arange(1.0, 33.0))
+        hidden = x @ params["w"] + waves @ params["of_times"] + params["table"][times]
+        return jnp.mean((jnp.tanh(hidden) @ params["v"] - y) ** 2)
+
+    return on_matrices(place, loss, params={**MATRICES, **more})
+
+
 EXPERTS = {
     "router": normal(32, 4, scale=0.3),
     "up": normal(4, 32, 16, scale=0.2),
