@@ -104,7 +104,7 @@ class Marker:
         marked, of_each = {}, []
         for part in parts:
             if part.has_outputs:
-                marked[id(part.traced)], after = self._part(part, rows)
+                marked[id(part.traced)], after = self._part(equation, part, rows)
                 of_each.append(after)
         results = [
             next((each for each in of_output if each.dims), of_output[0])
@@ -113,14 +113,16 @@ class Marker:
         results = self._placed(equation.params.get("out_shardings"), results)
         return equations.with_programs(equation, marked), results
 
-    def _part(self, part: StepProgram, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
+    def _part(
+        self, equation: Equation, part: StepProgram, rows: Sequence[RowHint]
+    ) -> tuple[Any, list[RowHint]]:
         """Return a marked program of an equation, and the rows of the equation's results.
 
         Values of a loop that begin without rows, such as zeros, have those of the turn before.
         """
         first = len(rows) if part.first_of_turn is None else part.first_of_turn
         values = [rows[number] for number in part.inputs or ()]
-        values[first:] = [_shifted(each, -1) for each in values[first:]]
+        values[first:] = [_of_turn(equation, each) for each in values[first:]]
         for _ in range(_MOST_ROUNDS):
             before = list(values)
             program, after = self.program(part.traced, values)
@@ -223,6 +225,19 @@ def _with_rows_alike(equation: Equation, rows: Sequence[RowHint]) -> Iterator[li
 def _shifted(rows: RowHint, by: int) -> RowHint:
     """Return rows behind other dimensions, or without the first dimension."""
     return rows._replace(dims=tuple(d + by for d in rows.dims if d + by >= 0))
+
+
+def _of_turn(equation: Equation, rows: RowHint) -> RowHint:
+    """Return the rows that each turn of a loop takes."""
+    of_turn = _shifted(rows, -1)
+    if not rows.dims or of_turn.dims:
+        return of_turn
+    where = equations.place(equation) or "an unknown line"
+    why = (
+        f"its rows are the turns of {equation.primitive.name!r} of {where}: split the rows of each "
+        "turn, by jax.lax.with_sharding_constraint on what the loop takes"
+    )
+    return of_turn._replace(lost=why)
 
 
 def contraction(equation: Equation, rows: Sequence[Rows]) -> list[Row] | None:

@@ -473,6 +473,17 @@ def test_rows_that_no_mesh_splits_are_an_error_with_all_ways(in_specs):
         step(W, X)
 
 
+def test_an_error_names_the_loop_whose_turns_are_the_rows(data_mesh):
+    """Micro-batches as a jitted step computes them on every device."""
+
+    def of_micro_batches(w, x):
+        return jax.lax.map(lambda x: jax.grad(squares)(w, x), x.reshape(WORKERS, -1, IN)).sum(0)
+
+    step = dq.compress(jax.jit(of_micro_batches), "data")
+    with pytest.raises(ValueError, match=r"turns of 'scan' of .*test_losses.py:.*_constraint"):
+        step(*placed(data_mesh(WORKERS), Loss(squares)))
+
+
 def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
     """No parameter is updated, from which their specs could follow."""
     mesh = jax.make_mesh(
