@@ -107,6 +107,11 @@ class Evaluator:
             results = group.by_path(each.result.var for each in group.members)
             parts = group.by_path(each.part for each in group.members)
             totals, metrics = unreduced.reduced(compressed, tree, results, group.workers, parts)
+            placed = group.by_path(each.placed for each in group.members)
+            totals = {
+                name: unreduced.placed(total, placed[name], group.workers)
+                for name, total in totals.items()
+            }
         elif is_unreduced(tree):  # outside of a map, on explicit axes
             totals, metrics = reduce_unreduced(compressed, tree, over)
             shardings = group.by_path([each.params["dst_sharding"] for each in group.members])

@@ -57,6 +57,7 @@ class Member:
     result: Variable
     params: Mapping[str, Any]  # of its equation
     spec: PartitionSpec | None = None  # over axes that the compiler manages; None: not known
+    placed: PartitionSpec | None = None  # of its result, if it is sent in smaller parts
     accumulates: frozenset[int] = frozenset()  # carried outputs of a loop that are among its terms
 
     @property
@@ -104,7 +105,8 @@ class Member:
             is_free = dimensions[dim] is None and dim != self.part
             if parts > 1 and is_free and size % parts == 0:
                 split = PartitionSpec(*dimensions[:dim], fast, *dimensions[dim + 1 :])
-                return dataclasses.replace(self, spec=split)
+                placed = self.spec if self.part is None else None
+                return dataclasses.replace(self, spec=split, placed=placed)
         return self
 
     @property

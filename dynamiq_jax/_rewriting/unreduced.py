@@ -175,6 +175,14 @@ def reduced(
     return total
 
 
+def placed(total: Array, spec: PartitionSpec | None, workers: WorkerAxis) -> Array:
+    """Return a sum with a spec over axes that the compiler manages, if it is given one."""
+    mesh = _mesh(workers)
+    if spec is None or mesh.explicit_axes:
+        return total
+    return lax.with_sharding_constraint(total, NamedSharding(mesh, spec))
+
+
 def _mapped(function: Any, workers: WorkerAxis, in_specs: Any, out_specs: Any) -> Any:
     """Map a function over the workers, which the compiler goes on to split over other axes."""
 

@@ -511,7 +511,9 @@ def test_sums_are_compressed_between_hosts_alone(rows):
     x = jax.device_put(SEQUENCES, NamedSharding(mesh, rows))
     grad_fn = dq.compress(jax.jit(jax.grad(squares)), axes, method=OPTIONS)
     w = jax.device_put(W, NamedSharding(mesh, P()))
-    check(grad_fn(w, x), jax.grad(squares)(W, SEQUENCES), (W.shape,))
+    gradient = grad_fn(w, x)
+    check(gradient, jax.grad(squares)(W, SEQUENCES), (W.shape,))
+    assert gradient.sharding.is_fully_replicated  # as its parameter is
     (found,) = grad_fn.report(w, x).compressed
     assert found.bytes_after == W.size * 2 / 2  # 16 bits, and half for each device of a host
     sent = sent_by_axes(grad_fn.lower(w, x).compile().as_text(), mesh)
