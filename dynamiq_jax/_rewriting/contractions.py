@@ -295,7 +295,7 @@ def _contracted_convolution(equation: Equation, rows: Sequence[Row]) -> list[Row
 
 
 def _contracted_sum(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
-    return [rows[0]] if rows[0] in equation.params["axes"] else None
+    return [*rows] if len(rows) == 1 and rows[0] in equation.params["axes"] else None
 
 
 def _contracted_scatter(equation: Equation, rows: Sequence[Row]) -> list[Row] | None:
@@ -329,6 +329,7 @@ def _contracted_groups(equation: Equation, rows: Sequence[Row]) -> list[Row] | N
 _CONTRACTIONS: dict[str, Callable[[Equation, Sequence[Row]], list[Row] | None]] = {
     "conv_general_dilated": _contracted_convolution,
     "dot_general": _contracted_product,
+    "psum": _contracted_sum,  # over a dimension, in a jax.vmap
     "ragged_dot_general": _contracted_groups,
     "reduce_sum": _contracted_sum,
     "scatter-add": _contracted_scatter,

@@ -226,6 +226,12 @@ def _cut(equation: Equation, row: int) -> list[Row]:
     return [row if part > 1 and size % part == 0 else None for part in parts]
 
 
+def _summed(equation: Equation, rows: Sequence[Row]) -> list[Row]:
+    """A sum in a `jax.vmap` is over numbers of dimensions."""
+    dims = [axis for axis in equation.params["axes"] if isinstance(axis, int)]
+    return [None if row is None else _without(dims, row) for row in rows]
+
+
 # Of operands of which the first alone holds rows: functions of the dimension.
 _UNARY_RULES: dict[str, Callable[[Equation, int], Row | list[Row]]] = {
     **dict.fromkeys(REDUCTIONS, lambda e, row: _without(e.params["axes"], row)),
@@ -245,6 +251,7 @@ _RULES: dict[str, Callable[[Equation, Sequence[Row]], Row | list[Row]]] = {
     "dynamic_slice": lambda e, rows: _same_place(e, [rows[0], *[None] * (len(rows) - 1)]),
     "dynamic_update_slice": _updated_slice,
     "gather": _gathered,
+    "psum": _summed,
     "ragged_dot_general": _ragged_product,
     "stack": _stacked,
 }

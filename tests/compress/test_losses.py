@@ -330,10 +330,20 @@ def of_two_losses(w, x):
     return jax.jacrev(lambda w: jnp.stack([squares(w, x), jnp.mean(jnp.tanh(x @ w))]))(w)
 
 
+def averaged_by_name(w, x):
+    """A mean in a `jax.vmap` is over a dimension, which holds the rows."""
+
+    def of_row(row):
+        return jax.lax.pmean(jax.grad(squares)(w, row[None]), "rows")
+
+    return jax.vmap(of_row, axis_name="rows", out_axes=None)(x)
+
+
 # Functions of parameters and a batch, and the shape of their one compressed sum.
 TRANSFORMED = {
     "of the batch, too": (jax.grad(squares, (0, 1)), (IN, OUT)),
     "a Jacobian": (of_two_losses, (2, IN, OUT)),
+    "a named vmap": (averaged_by_name, (IN, OUT)),
     "several models": (of_several_models, (3, IN, OUT)),
     "a scale": (scaled, (IN, OUT)),
     "a second derivative": (product_with_the_hessian, (IN, OUT)),
