@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.inner import programs_of
 from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.rows import REDUCTIONS, Row, Rows, WorkerAxis, follow, rows_of_spec
@@ -50,6 +51,22 @@ class RowHint(NamedTuple):
     dims: Rows = ()
     lost: str | None = None  # why they are no longer known
     is_alike: bool = False  # whether it is one number, such as the gradient of a mean
+
+
+def hint_of_spec(spec: Any, workers: WorkerAxis) -> RowHint:
+    """Return the rows that a spec splits over the workers.
+
+    Not those that it splits over another axis first: parts of them would move between workers.
+    """
+    dims = rows_of_spec(spec, workers.axis)
+    names = names_of(spec[dims[0]]) if dims else ()
+    for name in itertools.takewhile(lambda name: name != workers.axis, names):
+        if workers.mesh.shape[name] > 1:
+            return RowHint(
+                lost=f"its rows are split over {name!r} first: give {workers.axis!r} the first "
+                f"place in that part of their PartitionSpec, {names}"
+            )
+    return RowHint(dims)
 
 
 _MOST_ROUNDS = 4  # until the rows that a loop carries are those that it returns
@@ -99,7 +116,7 @@ class Marker:
             return self._plain(equation, rows)
         if any(self._workers.axis in part.sizes for part in parts):
             specs = equation.params["out_specs"]
-            return equation, [RowHint(rows_of_spec(spec, self._workers.axis)) for spec in specs]
+            return equation, [hint_of_spec(spec, self._workers) for spec in specs]
         rows = self._placed(equation.params.get("in_shardings"), rows)
         marked, of_each = {}, []
         for part in parts:
@@ -183,14 +200,14 @@ class Marker:
         if equation.primitive.name == "reshard" and self._workers.axis in sharding.mesh.auto_axes:
             return rows  # into a part of the program where the compiler manages the axis
         spec = [*sharding.spec, *[None] * len(equations.shape_of(equation.outvars[0]))]
-        moved = rows_of_spec(spec, self._workers.axis)
+        moved = hint_of_spec(spec, self._workers)
         kept = (dim for dim in rows.dims if spec[dim] is PartitionSpec.UNCONSTRAINED)
-        return RowHint(moved or tuple(kept))
+        return moved if moved.dims or moved.lost else RowHint(tuple(kept))
 
     def _placed(self, shardings: Sequence[Any] | None, rows: list[RowHint]) -> list[RowHint]:
         """Return the rows of values with the shardings of a function, where these are given."""
         return [
-            RowHint(rows_of_spec(sharding.spec, self._workers.axis))
+            hint_of_spec(sharding.spec, self._workers)
             if isinstance(sharding, NamedSharding)
             else each
             for sharding, each in zip(shardings or [None] * len(rows), rows, strict=True)

@@ -9,12 +9,11 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
-from dynamiq_jax._rewriting.contractions import Marker, RowHint, workers_of
+from dynamiq_jax._rewriting.contractions import Marker, hint_of_spec, workers_of
 from dynamiq_jax._rewriting.inner import specs_of_shardings
 from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.reading import chosen
-from dynamiq_jax._rewriting.rows import rows_of_spec
 from dynamiq_jax._rewriting.schedule import schedule
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import Selection
@@ -138,7 +137,7 @@ def scheduled(
     selection.check_bound(axes)
     likely: dict[int, PartitionSpec] = {}
     if workers is not None:
-        rows = [RowHint(rows_of_spec(spec or (), workers.axis)) for spec in specs]
+        rows = [hint_of_spec(spec or (), workers) for spec in specs]
         program, _ = Marker(workers).program(program, rows)
         if len(workers.mesh.axis_names) > 1:
             shapes = [each.shape for each in program.out_avals]

@@ -530,6 +530,16 @@ def test_sums_are_compressed_between_hosts_alone(rows):
     assert 0 <= sent[("hosts",)] - found.bytes_after <= 8
 
 
+def test_rows_that_would_move_between_workers_are_an_error_with_their_spec():
+    """Each device would send its activations to others, for gradients in fewer bits."""
+    axes = ("hosts", "local")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = jax.device_put(X, NamedSharding(mesh, P(("local", "hosts"))))
+    step = dq.compress(jax.jit(jax.grad(squares)), "hosts", method=OPTIONS)
+    with pytest.raises(ValueError, match=r"'local' first: give 'hosts' .* \('local', 'hosts'\)"):
+        step(W, x)
+
+
 @pytest.mark.parametrize("name", ["mean", "changes"])
 def test_replicas_are_the_rows_of_an_array(name, data_mesh):
     """A mean of parameters, or of their changes as in DiLoCo, is no gradient: `only` names it."""
