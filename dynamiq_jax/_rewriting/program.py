@@ -36,22 +36,19 @@ class ScheduledStep:
         """Raise ValueError if there is no sum to compress, with the reason of each one."""
         if self.groups:
             return
-        lines = [
+        lines = "".join(
             f"\n  {each.operation} of {each.dtype.name}{list(each.shape)} over {each.axes}, "
             f"{each.source or 'of an unknown line'}: {why}"
             for each, why, _, _ in self.exact
-        ]
-        axis = selection.axes[0]
-        if axis in self.axes:
-            what = "These stay exact:" + "".join(lines) if lines else "It has no sum over an axis."
-            remedy = (
-                "Take gradients inside of the step: those of a compressed function would not be "
-                "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
-                "'other', which compresses what no backward pass has made."
-            )
-        else:
-            others = f" It has the axes {sorted(self.axes)}." if self.axes else ""
-            what = f"No argument is split over {axis!r}, and no map has that axis.{others}"
+        )
+        what = f"These stay exact:{lines}" if lines else "It has no sum over a named axis."
+        remedy = (
+            "Take gradients inside of the step: those of a compressed function would not be "
+            "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
+            "'other', which compresses what no backward pass has made."
+        )
+        if (axis := selection.axes[0]) not in self.axes:
+            what = f"No argument is split over {axis!r}, and no map has that axis. {what}"
             remedy = (
                 "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
                 f"PartitionSpec({axis!r}))). Where arguments have no shardings, as inside of "
