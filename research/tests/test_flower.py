@@ -186,7 +186,7 @@ def test_clients_leave_and_come_back():
 def test_the_lines_of_the_page_run():
     """Its clients stay where they are: all rounds send changes of zero."""
     names = {"params": PARAMS, "batches": lambda context: [], "key": jax.random.key(0)}
-    run_lines("../research/flower.md", "Flower", names)
+    run_lines("../research/flower.md", "", names)
     answers = []
 
     def answer(message):
