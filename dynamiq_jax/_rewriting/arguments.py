@@ -4,6 +4,7 @@ Objects of flax.nnx, which a step changes in place, are opened: their arrays are
 of its program.
 """
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Hashable, Sequence
@@ -170,18 +171,17 @@ def specs_alike(
     `['layers']['kernel']`. Several of different specs tell nothing. A wrong one costs bytes, and
     never a number.
     """
-    known = [
-        (path, array.shape, spec)
-        for path, array, spec in zip(_paths(arguments), arguments.arrays, specs, strict=False)
-        if spec is not None
-    ]
+    alike: dict[Any, set[PartitionSpec]] = collections.defaultdict(set)  # by shape and end of path
+    for path, array, spec in zip(_paths(arguments), arguments.arrays, specs, strict=False):
+        if spec is not None:
+            for start in range(len(path) + 1):
+                alike[array.shape, path[start:]].add(spec)
     found = {}
     for number, (path, shape) in enumerate(zip(_paths(results), shapes, strict=False)):
-        alike = [(_common(path, other), spec) for other, of, spec in known if of == shape]
-        most = max((count for count, _ in alike), default=0)
-        best = {spec for count, spec in alike if count == most}
+        ends = ((shape, path[start:]) for start in range(len(path) + 1))  # the longest one first
+        best = next((alike[end] for end in ends if end in alike), set())
         if len(best) == 1:
-            found[number] = best.pop()
+            (found[number],) = best
     return found
 
 
@@ -190,9 +190,3 @@ def _paths(leaves: Leaves) -> list[tuple[Any, ...]]:
     tree = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return list(leaves.of_arrays(paths))
-
-
-def _common(path: tuple[Any, ...], other: tuple[Any, ...]) -> int:
-    """Return the number of steps that two paths have in common at their ends."""
-    pairs = list(zip(path[::-1], other[::-1], strict=False))
-    return next((i for i, (one, two) in enumerate(pairs) if one != two), len(pairs))

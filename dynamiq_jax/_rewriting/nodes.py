@@ -108,7 +108,7 @@ class StepProgram:
         }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Node:
     """Equation of a program. Passes add to it, one after the other."""
 

@@ -5,8 +5,9 @@ parameter is updated. So the spec of one is that of the other, if it can be seen
 an argument, of a function that is jitted, or of `with_sharding_constraint`.
 """
 
-import itertools
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -32,15 +33,14 @@ class Placement:
 
     def __init__(self, nodes: Iterable[Node]):
         self._parents: dict[Value, Value] = {}
-        self._specs: dict[Value, set[PartitionSpec]] = {}  # that are known, by the values
-        self._cuts: list[tuple[Value, Value, Sequence[int]]] = []  # parts, wholes, dimensions cut
+        self._specs: list[tuple[Value, PartitionSpec]] = []  # that are known
+        self._cuts: list[tuple[Value, tuple[Value, Sequence[int]]]] = []  # wholes, dimensions cut
         for node in nodes:
             self._read(node)
 
     def learn(self, values: Sequence[Value], specs: Mapping[int, PartitionSpec]) -> None:
-        """Add specs of values that are known, by their numbers."""
-        for number, spec in specs.items():
-            self._specs.setdefault(values[number], set()).add(spec)
+        """Add specs of values that are known, by their numbers, in front of all questions."""
+        self._specs += [(values[number], spec) for number, spec in specs.items()]
 
     def spec(self, value: Value, axes: Iterable[str]) -> PartitionSpec | None:
         """Return the only spec of a value over some axes that is known; None if there is none."""
@@ -49,8 +49,7 @@ class Placement:
             return equations.trimmed(over(typed, kept))
         found = self._known(value, kept) or {
             spec
-            for part, whole, cut in self._cuts
-            if self._root(part) == self._root(value)
+            for whole, cut in self._cuts_alike.get(self._root(value), ())
             for spec in self._known(whole, kept)
             if all(each is None or dim not in cut for dim, each in enumerate(spec))
         }
@@ -63,8 +62,7 @@ class Placement:
 
     def specs(self, values: Sequence[Value]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""
-        specs = itertools.chain.from_iterable(self._specs.values())
-        axes = {axis for spec in specs for dimension in spec for axis in names_of(dimension)}
+        axes = {axis for _, spec in self._specs for part in spec for axis in names_of(part)}
         found = ((i, self.spec(value, axes)) for i, value in enumerate(values))
         return {i: spec for i, spec in found if spec is not None}
 
@@ -74,7 +72,7 @@ class Placement:
                 equations.shape_of, (node.equation.invars[0], node.equation.outvars[0])
             )
             cut = [dim for dim, size in enumerate(after) if size != before[dim]]
-            self._cuts.append((node.outputs[0], node.inputs[0], cut))
+            self._cuts.append((node.outputs[0], (node.inputs[0], cut)))
         if node.equation.primitive.name not in _ELEMENTWISE:
             return
         for variable, output in zip(node.equation.outvars, node.outputs, strict=True):
@@ -92,13 +90,23 @@ class Placement:
 
     def _known(self, value: Value, axes: Collection[str]) -> set[PartitionSpec]:
         """Return the specs that are known of a value, or of others that lie as it does."""
-        root = self._root(value)
-        return {
-            equations.trimmed(over(spec, axes))
-            for key, specs in self._specs.items()
-            if self._root(key) == root
-            for spec in specs
-        }
+        found = self._specs_alike.get(self._root(value), ())
+        return {equations.trimmed(over(spec, axes)) for spec in found}
+
+    @functools.cached_property
+    def _specs_alike(self) -> Mapping[Value, list[PartitionSpec]]:
+        return self._by_root(self._specs)
+
+    @functools.cached_property
+    def _cuts_alike(self) -> Mapping[Value, list[tuple[Value, Sequence[int]]]]:
+        return self._by_root(self._cuts)
+
+    def _by_root(self, known: Iterable[tuple[Value, Any]]) -> Mapping[Value, list[Any]]:
+        """Group what is known of values by the root of those that lie as they do."""
+        found: dict[Value, list[Any]] = {}
+        for value, each in known:
+            found.setdefault(self._root(value), []).append(each)
+        return found
 
     def _root(self, value: Value) -> Value:
         while (parent := self._parents.get(value, value)) != value:

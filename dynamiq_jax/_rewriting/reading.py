@@ -48,9 +48,11 @@ def chosen(
             for each in itertools.chain.from_iterable(inside.nodes for inside in programs)
         )
         sums = tuple(_choices(node, continued, selection))
-        nodes.append(
-            dataclasses.replace(node, programs=programs, sums=sums, holds_target=holds_target)
-        )
+        if sums or programs:
+            node = dataclasses.replace(
+                node, programs=programs, sums=sums, holds_target=holds_target
+            )
+        nodes.append(node)
     return dataclasses.replace(program, nodes=tuple(nodes))
 
 

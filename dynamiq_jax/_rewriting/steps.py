@@ -137,7 +137,7 @@ class Member:
         return isinstance(self.operand, Variable) and self.operand.role != "value"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Compute:
     """Step of a schedule: a function of values, such as an equation as it is."""
 
