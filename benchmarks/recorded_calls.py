@@ -86,8 +86,8 @@ METHODS = {
     "dynamiq uniform": dq.DynamiQ(gap_ratio=1),
     "mxfp8 e5m2": methods.MXFP8(element="e5m2"),
     "mxfp8 shared": methods.MXFP8(shared_scale=True),
-    "ef+powersgd": methods.ErrorFeedback(inner=methods.PowerSGD(rank=2)),
 } | {name: methods.resolve_method(name) for name in NAMES}
+METHODS["ef+powersgd"] = methods.resolve_method("ef+powersgd:rank=2")
 NEEDS_STATE = ("powersgd", "omnireduce", "split_sketch", "ef+", "ef21m+", "gc+")
 TOPOLOGIES = {
     "ring": topologies.Ring(),

@@ -2,12 +2,11 @@
 
 import importlib.util
 
-# Commands, two of which need cosmic-ray and torch.
+# Commands, one of which needs cosmic-ray.
 collect_ignore = [
     "mutants.py",
     "soak",
     "native_faults",
-    "support/powersgd_worker.py",
 ]
 # Third-party trainers have environments of their own: see `make test-trainers`.
 for trainer in ("tunix", "maxtext"):

@@ -23,6 +23,7 @@ from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax import islands
 from dynamiq_jax._measurement.gradients import worker_gradients
+from dynamiq_jax._measurement.settings import installed
 
 _SIZE = 2**15  # coordinates
 _TAILS = {"normal": None, "heavy-tailed": 3}  # degrees of freedom of Student's t
@@ -32,9 +33,11 @@ _TAILS = {"normal": None, "heavy-tailed": 3}  # degrees of freedom of Student's 
 class Config:
     """Options of the benchmark."""
 
-    methods: tuple[str, ...] = (
-        *("dynamiq:5", "dynamiq:4", "dynamiq:3", "mxfp8", "mxfp4"),
-        *("blockint:4", "blockint:4:rounding=stochastic", "topk_chunked:2", "powersgd:rank=4"),
+    methods: tuple[str, ...] = installed(
+        (
+            *("dynamiq:5", "dynamiq:4", "dynamiq:3", "mxfp8", "mxfp4"),
+            *("blockint:4", "blockint:4:rounding=stochastic", "topk_chunked:2", "powersgd:rank=4"),
+        )
     )
     topologies: tuple[str, ...] = ("ring", "butterfly", "all_to_all")
     workers: int = 4

@@ -38,6 +38,7 @@ from benchmarks.real_lm.policies import POLICIES
 from benchmarks.real_lm.texts import Text, documents
 from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
+from dynamiq_jax._measurement.settings import installed
 from examples import finetune_llm
 from examples.llm import checkpoint
 from examples.llm.loss import evaluator
@@ -61,9 +62,11 @@ SAVE_EVERY = 25  # steps
 FOUND = "found.json"  # in the folder of a run: what is measured at its end
 # Options on which the losses of all runs of a result file depend.
 SHARED = ("text", "count", "workers", "steps", "context", "learning_rate", "optimizer")
-METHODS = (
-    *("exact", "dynamiq:5", "dynamiq:4", "mxfp8", "mxfp4", "bf16", "dynamiq:3"),
-    "ef+topk_chunked:5",
+METHODS = installed(
+    (
+        *("exact", "dynamiq:5", "dynamiq:4", "mxfp8", "mxfp4", "bf16", "dynamiq:3"),
+        "ef+topk_chunked:5",
+    )
 )
 
 

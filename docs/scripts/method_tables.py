@@ -96,7 +96,7 @@ def arc_synthetic() -> str:
 
 def locality() -> str:
     """Write errors of top-k of blocks, in order and permuted, mean of the steps: locality.json."""
-    found = results_of("locality")
+    found = results_of("research/locality")
     rows = []
     for bits in dict.fromkeys(row["bits"] for row in found):
         of_both = [row for row in found if (row["bits"], row["block_size"]) == (bits, 256)]

@@ -55,7 +55,6 @@ def methods() -> str:
     times = {row["setting"]: row["codec_ns"] for row in compared if row["workers"] == 8}
     # How the settings of the result files spell the defaults.
     settings = {"dynamiq": "dynamiq:5", "blockint": "blockint:8"}
-    settings["topk_chunked"] = "topk_chunked:2"
     gradient = {"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}
     rows = []
     for name in METHODS.own:

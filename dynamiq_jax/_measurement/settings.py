@@ -6,7 +6,7 @@ bf16:ring                   a method and a topology
 dynamiq:5:ring              a bare number is the method's budget
 dynamiq:5:rounding=nearest  any other field of the method or of the topology
 paper:5                     a method with other defaults
-ef+topk_chunked:4           a method inside dq.methods.ErrorFeedback, or another wrapper
+ef+dynamiq:3                a method inside dq.methods.ErrorFeedback, or another wrapper
 """
 
 import dataclasses

@@ -72,7 +72,7 @@ class Sparse(ChunkedMethod):
         if call.collective != "all_gather":
             raise ValueError(
                 f"method={self!r} is for messages, which nothing adds up before they are decoded. "
-                "Use it in islands.encode and islands.Islands, or give dq.methods.TopKChunked()."
+                "Use it in islands.encode and islands.Islands, or give dq.DynamiQ(bits=4.0)."
             )
 
         def encode(chunk: Array, place: Array, turn: Index) -> Array:

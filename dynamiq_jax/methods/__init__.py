@@ -17,15 +17,12 @@ from dynamiq_jax.methods._blockwise import BlockFormat, BlockwiseMethod
 from dynamiq_jax.methods._dynamiq import DynamiQ
 from dynamiq_jax.methods._error_feedback import ErrorFeedback
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
-from dynamiq_jax.methods._powersgd import PowerSGD
 from dynamiq_jax.methods._registry import METHODS, known_methods, resolve_method
-from dynamiq_jax.methods._sparse_blocks import SparseBlocks
-from dynamiq_jax.methods._topk_chunked import TopKChunked
 
 __all__ = ["BF16", "MXFP4", "MXFP6", "MXFP8", "MXINT8", "BlockInt", "DynamiQ", "ErrorFeedback"]
-__all__ += ["Exact", "PowerSGD", "TopKChunked"]
+__all__ += ["Exact"]
 # Interfaces, and bases of methods of one's own. `dynamiq_jax.parts` has more.
 __all__ += ["Axis", "BlockFormat", "BlockwiseMethod", "Call", "ChunkCodec", "ChunkedMethod"]
-__all__ += ["Method", "RecodedChunks", "Reduced", "SparseBlocks", "State", "SummedChunks"]
+__all__ += ["Method", "RecodedChunks", "Reduced", "State", "SummedChunks"]
 __all__ += ["WireCost"]
 __all__ += ["METHODS", "known_methods", "resolve_method"]

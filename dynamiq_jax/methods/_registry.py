@@ -13,8 +13,6 @@ from dynamiq_jax.methods._blockint import BlockInt
 from dynamiq_jax.methods._dynamiq import DynamiQ
 from dynamiq_jax.methods._error_feedback import ErrorFeedback
 from dynamiq_jax.methods._mx import MXFP4, MXFP6, MXFP8, MXINT8
-from dynamiq_jax.methods._powersgd import PowerSGD
-from dynamiq_jax.methods._topk_chunked import TopKChunked
 from pallas_kernels._jax.compat import override
 
 Factory = Callable[..., Method]
@@ -76,16 +74,14 @@ METHODS = Registry(
         "mxfp6": MXFP6,
         "mxfp4": MXFP4,
         "mxint8": MXINT8,
-        "topk_chunked": TopKChunked,
-        "powersgd": PowerSGD,
     },
     group="dynamiq_jax.methods",
 )
 # Names in the distribution of research, for the error where it is not installed.
 OF_RESEARCH = frozenset(
     (
-        *("arc_top_k", "entropy_coded", "flash_communication", "marsit", "omnireduce", "rand_k"),
-        *("split_sketch", "thc", "top_k", "ef21m", "gc"),
+        *("arc_top_k", "entropy_coded", "flash_communication", "marsit", "omnireduce", "powersgd"),
+        *("rand_k", "split_sketch", "thc", "top_k", "topk_chunked", "ef21m", "gc"),
     )
 )
 # Methods with other defaults.
@@ -113,10 +109,8 @@ def resolve_method(method: Method | str) -> Method:
 
     >>> resolve_method("dynamiq:4").bits
     4
-    >>> resolve_method("ef+topk_chunked:2:block_size=512").inner.block_size
-    512
-    >>> resolve_method("topk_chunked:1:inner=exact").inner
-    Exact()
+    >>> resolve_method("ef+blockint:4:block=64").inner.block
+    64
     """
     if isinstance(method, Method):
         return method

@@ -14,9 +14,7 @@ from dynamiq_jax._core import (
     take_chunk,
 )
 from dynamiq_jax.methods._blockwise import BLOCKS, covering_step, in_blocks, rows_per_chunk
-from dynamiq_jax.methods._budget import BudgetedBlocks, check_bits, most_within
 from dynamiq_jax.methods._error_feedback import Feedback
-from dynamiq_jax.methods._sparse_blocks import NOT_FINITE, Chosen
 from pallas_kernels._jax.compat import match_varying, override, same_over, vary_over
 
 # What every method needs.
@@ -24,8 +22,6 @@ __all__ = ["Payload", "as_chunks", "take_chunk"]
 __all__ += ["check_choice", "check_flag", "check_integer", "check_number"]
 # The axes over which JAX takes values for different, and the mark of a method that overrides one.
 __all__ += ["match_varying", "override", "same_over", "vary_over"]
-# What a kind of method needs: blocks with scales, some blocks or coordinates within a number of
-# bits, and what a method leaves out.
+# What a kind of method needs: blocks with scales, and what a method leaves out.
 __all__ += ["BLOCKS", "covering_step", "in_blocks", "rows_per_chunk"]
-__all__ += ["NOT_FINITE", "BudgetedBlocks", "Chosen", "check_bits", "most_within"]
 __all__ += ["Feedback"]

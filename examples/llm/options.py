@@ -26,7 +26,7 @@ class Options:
     method: str = "dynamiq:5"
     """How gradients are averaged: exact for the train step as it is, or
     [ef+|gc+|ef21m+]METHOD[:BITS][:FIELD=VALUE]..., such as dynamiq:4, mxfp8, bf16 or
-    ef+topk_chunked:2 (ef+ adds error feedback)."""
+    ef+dynamiq:3 (ef+ adds error feedback)."""
 
     topology: str = "ring"
     """How gradients travel: ring, butterfly or all_to_all."""
@@ -34,8 +34,8 @@ class Options:
     route: Route | None = None
     """Function of the library that compresses. compress wraps the train step as it is, and is the
     default. all_reduce_gradients is a part of the optimizer: it alone keeps the states of methods
-    such as ef+topk_chunked or powersgd, of which it is the default, and records an estimated error
-    in each step."""
+    such as ef+dynamiq:3, of which it is the default, and records an estimated error in each
+    step."""
 
     compare: bool = False
     """Fine-tune with the exact mean too, for a table of both."""

@@ -30,10 +30,9 @@ from dynamiq_jax.methods import (
     Method,
     Reduced,
     State,
-    TopKChunked,
     WireCost,
 )
-from dynamiq_research import EF21M, ARCTopK
+from dynamiq_research import EF21M, ARCTopK, TopKChunked
 from dynamiq_research.ef21m import sums_applied
 from pallas_kernels._jax.compat import override
 

@@ -32,9 +32,9 @@ from benchmarks.training.small_lm.corpora import load_corpora
 from benchmarks.training.small_lm.gradients import gradient_snapshots
 from benchmarks.training.small_lm.training import pretrained
 from dynamiq_jax._measurement.gradient_files import LARGE
-from dynamiq_jax.methods import Axis, Call, Method, TopKChunked
+from dynamiq_jax.methods import Axis, Call, Method
 from dynamiq_jax.topologies import resolve_topology
-from dynamiq_research import SplitSketch
+from dynamiq_research import SplitSketch, TopKChunked
 from dynamiq_research.split_sketch.count_sketch import CountSketch
 
 _AXIS = "data"

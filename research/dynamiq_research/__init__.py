@@ -50,13 +50,16 @@ from dynamiq_research.pipelined import (
     PipelinedState,
     PipelinedUpdate,
 )
+from dynamiq_research.powersgd import PowerSGD
 from dynamiq_research.single_coordinates import RandK, TopK
 from dynamiq_research.split_sketch import SplitSketch
 from dynamiq_research.thc import THC
+from dynamiq_research.topk_chunked import SparseBlocks, TopKChunked
 
 # Methods, then bits for them, train steps and simulations.
 __all__ = ["EF21M", "THC", "ARCTopK", "EntropyCoded", "FlashCommunication", "GlobalCompensation"]
-__all__ += ["Marsit", "OmniReduce", "RandK", "SplitSketch", "TopK"]
+__all__ += ["Marsit", "OmniReduce", "PowerSGD", "RandK", "SparseBlocks", "SplitSketch", "TopK"]
+__all__ += ["TopKChunked"]
 __all__ += ["BitAllocation", "allocate_bits"]
 __all__ += ["flower_arrays", "flower_reference", "flower_reply", "flower_strategy"]
 __all__ += ["LossyChannel", "LossyCollectives", "drift", "expected_drift"]
@@ -82,7 +85,9 @@ LEVELS: dict[str, Literal["as published", "reconstruction", "of our own"]] = {
     "omnireduce": "as published",
     "packet_loss": "reconstruction",
     "pipelined": "as published",
+    "powersgd": "as published",
     "single_coordinates": "as published",
     "split_sketch": "reconstruction",
     "thc": "as published",
+    "topk_chunked": "as published",
 }

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.methods import Axis
-from dynamiq_jax.parts import BudgetedBlocks, check_integer, override
+from dynamiq_jax.parts import check_integer, override
+from dynamiq_research.topk_chunked import BudgetedBlocks
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
 

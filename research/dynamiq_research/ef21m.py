@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.methods import Call, Exact, Method, PowerSGD, Reduced, SparseBlocks, State
+from dynamiq_jax.methods import Call, Exact, Method, Reduced, State
 from dynamiq_jax.parts import Feedback, check_number, override, same_over
+from dynamiq_research.powersgd import PowerSGD
 from dynamiq_research.single_coordinates import RandK, TopK
 from dynamiq_research.thc import THC
+from dynamiq_research.topk_chunked import SparseBlocks
 
 
 class EF21MState(NamedTuple):

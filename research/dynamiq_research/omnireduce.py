@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from dynamiq_jax.methods import Axis, Call, SparseBlocks
-from dynamiq_jax.parts import NOT_FINITE, check_number, override
+from dynamiq_jax.methods import Axis, Call
+from dynamiq_jax.parts import check_number, override
+from dynamiq_research.topk_chunked import NOT_FINITE, SparseBlocks
 from pallas_kernels.codec import l2_norm, packing, rank, scales
 
 _REQUEST_BITS = 2

@@ -1,7 +1,7 @@
 """The rows of research in the table of the conformance tests."""
 
-from dynamiq_jax.methods import Exact, resolve_method
-from dynamiq_research import EF21M, THC, ARCTopK, GlobalCompensation, Marsit
+from dynamiq_jax.methods import ErrorFeedback, Exact, resolve_method
+from dynamiq_research import EF21M, THC, ARCTopK, GlobalCompensation, Marsit, PowerSGD
 from tests.conformance.rows import Row
 
 # What lies beyond the clamp is lost.
@@ -24,6 +24,17 @@ RESEARCH = {
         error=(0.06, 0.09),
         reach=1,
         mesh=("ring", "all_to_all"),
+    ),
+    # The energy of the smallest seven of eight blocks.
+    "topk_chunked": Row(method=resolve_method("topk_chunked"), error=(0.17, 0.25), reach=1),
+    # Noise has no low rank: most of it is left out.
+    "powersgd": Row(method=PowerSGD(), error=(0.7, 0.95), same_bits=False, draws=True, floats=True),
+    "powersgd_feedback": Row(
+        method=ErrorFeedback(inner=PowerSGD()),
+        error=(0.7, 0.95),
+        same_bits=False,
+        floats=True,
+        mesh=("all_to_all",),
     ),
     # 8% of the coordinates of each worker.
     "top_k": Row(method=resolve_method("top_k"), error=(0.28, 0.36), reach=1),

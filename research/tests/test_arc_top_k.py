@@ -1,6 +1,6 @@
 """ARC-Top-K: the blocks whose sums are the largest, as a sketch estimates them.
 
-`test_methods.py` has what every method owes, and `test_sparse_blocks.py` what any choice of blocks
+`test_methods.py` has what every method owes, and `test_topk_chunked.py` what any choice of blocks
 does.
 """
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import ErrorFeedback, Exact, Method, SparseBlocks, TopKChunked
-from dynamiq_research import EF21M, ARCTopK
+from dynamiq_jax.methods import ErrorFeedback, Exact, Method
+from dynamiq_research import EF21M, ARCTopK, SparseBlocks, TopKChunked
 from research.benchmarks import arc_synthetic
 from tests.support.checkpoints import only
 from tests.support.gradients import of_workers

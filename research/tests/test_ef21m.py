@@ -13,8 +13,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import ErrorFeedback, Exact, Method, PowerSGD, TopKChunked, resolve_method
-from dynamiq_research import EF21M, THC, ARCTopK, GlobalCompensation, OmniReduce
+from dynamiq_jax.methods import ErrorFeedback, Exact, Method, resolve_method
+from dynamiq_research import (
+    EF21M,
+    THC,
+    ARCTopK,
+    GlobalCompensation,
+    OmniReduce,
+    PowerSGD,
+    TopKChunked,
+)
 from dynamiq_research.ef21m import EF21MState, sums_applied
 from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse

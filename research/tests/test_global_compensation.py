@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import BF16, BlockInt, ErrorFeedback, Exact, PowerSGD, resolve_method
-from dynamiq_research import GlobalCompensation, Marsit, OmniReduce
+from dynamiq_jax.methods import BF16, BlockInt, ErrorFeedback, Exact, resolve_method
+from dynamiq_research import GlobalCompensation, Marsit, OmniReduce, PowerSGD
 from tests.support.checkpoints import Run, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import call_on, simulated

@@ -23,7 +23,9 @@ from dynamiq_research import (
     GlobalCompensation,
     Marsit,
     OmniReduce,
+    PowerSGD,
     SplitSketch,
+    TopKChunked,
 )
 from research.tests.rows import RESEARCH
 from tests.api import (
@@ -69,12 +71,28 @@ def test_names_are_lower_case_and_name_the_class_and_its_file(name):
             "ef+arc_top_k:1:inner=exact",
             ErrorFeedback(inner=ARCTopK(bits=1.0, inner=dq.methods.Exact())),
         ),
+        ("topk_chunked:2:block_size=512", TopKChunked(bits=2.0, block_size=512)),
+        ("topk_chunked:inner=exact", TopKChunked(inner=dq.methods.Exact())),
+        ("ef+topk_chunked:2", ErrorFeedback(inner=TopKChunked(bits=2.0))),
         ("ef21m+thc", EF21M(inner=THC())),
         ("gc+marsit", GlobalCompensation(inner=Marsit())),
     ),
 )
 def test_options_after_a_name_change_its_fields(text, method):
     assert resolve_method(text) == method
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    (
+        ("powersgd:4", r"'4' is not an option of powersgd\. Give FIELD=VALUE with .*'rank'\]\.$"),
+        ("topk_chunked:inner=3", r"inner=3 cannot sum blocks"),
+        ("topk_chunked:inner=bf17", r"method='bf17' is not known"),
+    ),
+)
+def test_errors_quote_the_text_and_say_what_to_give(text, says):
+    with pytest.raises(ValueError, match=rf"^method={re.escape(repr(text))}:? .*{says}"):
+        resolve_method(text)
 
 
 def test_an_error_of_a_wrapper_quotes_the_text():
@@ -94,6 +112,8 @@ STATEFUL = (
     EF21M(inner=dq.methods.Exact()),
     GlobalCompensation(inner=Marsit()),
     ErrorFeedback(inner=OmniReduce()),
+    ErrorFeedback(inner=TopKChunked()),
+    PowerSGD(),
 )
 by_class = {"ids": lambda method: type(method).__name__}
 
@@ -104,7 +124,14 @@ def test_states_of_all_workers_lie_side_by_side(data_mesh, method):
 
 
 def test_every_method_with_a_state_is_among_those():
-    assert {n for n in METHODS.installed if resolve_method(n).is_stateful} == {"split_sketch"}
+    stateful = {name for name in METHODS.installed if resolve_method(name).is_stateful}
+    assert stateful == {"powersgd", "split_sketch"}
+
+
+def test_names_of_states_are_the_same_in_every_process():
+    test_optimizer.test_names_of_states_are_the_same_in_every_process(
+        "ef+powersgd:rank=2", "ErrorFeedback_PowerSGD_rank_2", ("55e9864c4896", "482a001a57a4")
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,8 @@ def test_every_method_with_a_state_is_among_those():
         SplitSketch(),
         EF21M(inner=dq.methods.Exact()),
         GlobalCompensation(inner=dq.methods.BF16()),
+        ErrorFeedback(inner=TopKChunked()),
+        PowerSGD(),
     ),
     **by_class,
 )
@@ -129,6 +158,7 @@ def test_states_belong_to_their_workers(method):
         "ef+marsit",
         "gc+marsit",
         "ef+split_sketch:4",
+        "ef+topk_chunked:8",
         "ef+entropy_coded:coder=patched",
         "ef21m+thc:block=256",
         "ef21m+arc_top_k:8:inner=exact",
@@ -143,6 +173,8 @@ def test_states_resume_on_shards(method):
     (
         ("ef+bf16", "gc+bf16", ("'GlobalCompensation-", "the kinds differ")),
         ("split_sketch", "split_sketch:group=32", ("the kinds differ",)),
+        ("ef+bf16", "powersgd:rank=2", ("'PowerSGD_rank_2-", "the kinds differ")),
+        ("powersgd:rank=2", "powersgd:rank=3", ("'PowerSGD_rank_3-", "the kinds differ")),
     ),
 )
 def test_a_state_of_another_policy(before, after, words):
@@ -169,8 +201,11 @@ def test_the_state_is_a_plain_pytree_that_keeps_its_shape(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS.installed)
 def test_the_error_is_estimated(name):
-    blocks = ("arc_top_k", "omnireduce", "split_sketch")  # that a sample rarely meets
-    test_error_estimate.check_estimate(name, 1.5 if name in blocks else 0.4)
+    # Of blocks that a sample rarely meets.
+    blocks = ("arc_top_k", "omnireduce", "split_sketch", "topk_chunked")
+    test_error_estimate.test_the_error_of_every_method_is_estimated(
+        name, 1.5 if name in blocks else 0.4
+    )
 
 
 @pytest.mark.parametrize("method", ("thc", "marsit"))
@@ -189,15 +224,20 @@ def test_sums_up_to_the_limit_are_finite_and_above_it_not(name):
 
 
 def test_error_feedback_keeps_what_is_not_applied(monkeypatch):
-    monkeypatch.setitem(test_error_feedback.INNER, "thc", (THC(), (1e-3, 0.05), 1e-10))
     law = test_error_feedback.test_what_is_applied_and_what_is_kept_make_up_what_came_in
-    law("thc")
+    for name, case in {
+        "thc": (THC(), (1e-3, 0.05), 1e-10),
+        "powersgd": (PowerSGD(rank=4), (0.05, 1.0), 1e-10),
+        "powersgd in bf16": (PowerSGD(rank=4, inner=dq.methods.BF16()), (0.05, 1.0), 1e-4),
+    }.items():
+        monkeypatch.setitem(test_error_feedback.INNER, name, case)
+        law(name)
 
 
-def test_two_kinds_of_statistics_are_counted(monkeypatch):
-    method = dq.methods.TopKChunked(inner=THC())
-    monkeypatch.setitem(test_wire_cost.WIRE, "topk_of_thc", method)
-    test_wire_cost.test_the_wire_cost_counts_all_bytes_of_an_all_reduce("topk_of_thc")
+@pytest.mark.parametrize("method", (TopKChunked(inner=THC()), PowerSGD(inner=THC())), **by_class)
+def test_two_kinds_of_statistics_and_two_messages_with_some_are_counted(method, monkeypatch):
+    monkeypatch.setitem(test_wire_cost.TRACED, "method", method)
+    test_wire_cost.test_the_wire_cost_counts_all_bytes_of_an_all_reduce("method")
 
 
 # --------------------------------------------------------------------------------- settings of JAX
@@ -206,11 +246,12 @@ def test_two_kinds_of_statistics_are_counted(monkeypatch):
 def test_64_bits_change_nothing(data_mesh):
     test_settings.test_every_topology("entropy_coded", "all_to_all", True, data_mesh)
     test_settings.test_sums_with_metrics_and_a_limit(EntropyCoded(), False, data_mesh)
-    test_settings.test_internal_checks_of_jax_pass("thc", data_mesh)
+    for method in ("thc", "powersgd"):
+        test_settings.test_internal_checks_of_jax_pass(method, data_mesh)
 
 
 LARGEST = ("arc_top_k", "entropy_coded", "flash_communication", "marsit", "omnireduce", "rand_k")
-LARGEST += ("split_sketch:16:hot=0:rows=1", "thc", "top_k")
+LARGEST += ("split_sketch:16:hot=0:rows=1", "thc", "top_k", "topk_chunked")
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Axis
 from dynamiq_research import OmniReduce
-from tests.methods import test_sparse_blocks as laws
-from tests.methods.test_sparse_blocks import (
+from research.tests import test_topk_chunked as laws
+from research.tests.test_topk_chunked import (
     BLOCK,
     KEY,
     NUM_BLOCKS,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import resolve_method
-from dynamiq_research import LossyChannel, LossyCollectives, drift, expected_drift
+from dynamiq_research import LossyChannel, LossyCollectives, PowerSGD, drift, expected_drift
 from dynamiq_research.packet_loss import ByteSpans, terms_of
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, on_mesh, simulated
 
@@ -737,7 +737,7 @@ def test_a_method_with_a_codec_of_its_own_is_named():
         compress = hop = accumulate = decompress = rounded = None
 
     with pytest.raises(ValueError, match=r"method=PowerSGD.*DynamiQ.*packet_loss.Terms"):
-        terms_of(dq.methods.PowerSGD(), Other())
+        terms_of(PowerSGD(), Other())
 
 
 def test_a_codec_that_cannot_decode_one_message_is_named():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax._measurement.gradients import worker_gradients
-from dynamiq_jax.methods import ErrorFeedback, Exact, TopKChunked
+from dynamiq_jax.methods import ErrorFeedback, Exact
 from dynamiq_jax.topologies import Ring
-from dynamiq_research import RandK
+from dynamiq_research import RandK, TopKChunked
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives, sent_bytes
 from tests.support.workers import call_on, simulated

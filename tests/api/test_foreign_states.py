@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._plan.state_names import check_names
-from dynamiq_jax.methods import ErrorFeedback, Method, PowerSGD, TopKChunked
+from dynamiq_jax.methods import ErrorFeedback, Method
 from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
+from tests.support.workers import Decaying, Largest
 
 WORKERS = 3
-FEEDBACK = ErrorFeedback(inner=TopKChunked(bits=2.0))
+FEEDBACK = ErrorFeedback(inner=Largest())
 
 
 def gradients_of(workers, seed=0):
@@ -45,7 +46,7 @@ class Run:
         return self._update(gradients_of(WORKERS, 2), self.before._replace(method=method_states))
 
 
-@pytest.fixture(scope="module", params=(FEEDBACK, PowerSGD()), ids=lambda m: type(m).__name__)
+@pytest.fixture(scope="module", params=(FEEDBACK, Decaying()), ids=lambda m: type(m).__name__)
 def run(request):
     return Run(request.param)
 
@@ -176,7 +177,7 @@ def test_three_states_that_do_not_belong_are_named(number, said):
 def test_states_of_more_workers_are_refused_with_the_way_to_go_on(data_mesh, after):
     """With the specs that a user has to give: the number of workers alone is another."""
     specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    reduce = dq.all_reduce_gradients("data", method="ef+topk_chunked:2")
+    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
     params = jnp.ones((64, 64))
 
     def on(workers, function, in_specs, out_specs):

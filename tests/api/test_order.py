@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.hlo import unordered
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, OfShapes
 
 SIZE = 4096
 SMALL_BUCKETS = dq.Compression(bucket_bytes=4 * SIZE, bucketing="in_order")
@@ -75,11 +75,11 @@ INSIDE: dict[str, Callable[[jax.Array], Any]] = {
         pmean(2 * x, 1),
     ),
     "optimizers": optimizers,
-    "powersgd": lambda x: (
+    "methods": lambda x: (
         pmean(x.reshape(64, -1), 0, method="mxfp4"),
         pmean(x, 1, method="mxfp8"),
         pmean(x, 2, method="blockint"),
-        pmean(x, 3, method="topk_chunked"),
+        pmean(x, 3, method=OfShapes()),
     ),
 }
 

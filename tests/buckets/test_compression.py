@@ -21,8 +21,8 @@ TEXTS = {
         Ring(unroll=True),
     ),
     "bf16:unroll=True": (dq.methods.BF16(), Ring(unroll=True)),
-    "ef+topk_chunked:4:all_to_all": (
-        dq.methods.ErrorFeedback(inner=dq.methods.TopKChunked(bits=4)),
+    "ef+blockint:4:all_to_all": (
+        dq.methods.ErrorFeedback(inner=dq.methods.BlockInt(code_bits=4)),
         AllToAll(),
     ),
 }

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -59,10 +60,18 @@ def test_the_error_of_dynamiq_is_known_within_20_percent(bits, workers):
         assert abs(off) < 0.2, kind
 
 
+class EveryOtherRow(dq.methods.Exact):
+    """Sums rows of an even number, and loses the others."""
+
+    def all_reduce(self, flat, call, key, state):
+        is_kept = jnp.arange(flat.size) // 256 % 2 == 0
+        return super().all_reduce(jnp.where(is_kept, flat, 0), call, key, state)
+
+
 def test_rows_that_are_lost_count_as_one():
     """A row of which nothing arrives has no squared norm to divide by."""
     values = np.random.default_rng(0).normal(size=(2, SIZE // 4)).astype(np.float32)
-    mean, metrics = measured("topk_chunked:8:block_size=256", 2)(KEY, values)
+    mean, metrics = measured(EveryOtherRow(), 2)(KEY, values)
     lost = np.mean(np.all(mean.reshape(-1, 256) == 0, axis=1))
     assert 0.3 < lost < 0.95
     assert metrics["row_error"] == pytest.approx(lost, abs=0.1)
@@ -86,8 +95,8 @@ def test_the_norm_is_that_of_the_exact_mean_and_a_compressed_one_has_the_energy_
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in METHODS.own if name not in ("exact", "dynamiq")])
-def test_the_error_of_every_method_is_estimated(name):
-    """Of one with a state in its first step. Blocks that are left out are rarely in the sample."""
+def test_the_error_of_every_method_is_estimated(name, rel=0.4):
+    """Of one with a state in its first step."""
     values = worker_gradients(4, SIZE // 4, seed=0)
     reduce = dq.all_reduce_gradients("data", method=name, with_metrics=True)
 
@@ -96,7 +105,7 @@ def test_the_error_of_every_method_is_estimated(name):
 
     mean, state = jax.jit(jax.vmap(local, axis_name="data"))(values)
     found, truth = float(state.metrics["error"][0]), values.mean(0, dtype=np.float64)
-    assert found == pytest.approx(vnmse(mean[0], truth), rel=1.5 if "topk" in name else 0.4)
+    assert found == pytest.approx(vnmse(mean[0], truth), rel=rel)
     method = METHODS[name]()
     of_state = {"reset_states"} if method.is_stateful else set()
     assert set(state.metrics) == {*method.metrics, *method.details, *MEASURED, *of_state}

@@ -164,7 +164,7 @@ def test_the_report_says_leaf_by_leaf_what_is_sent_and_how():
         ({3: "bf16"}, r"3 is not a regular expression"),
         ({"": "bf17"}, "method='bf17' is not known"),
         (lambda path, leaf: None, "method=None is not known"),
-        ({"norm": "uncompressed", "": "powersgd:inner=3"}, "powersgd"),
+        ({"norm": "uncompressed", "": "blockint:block=3"}, "blockint"),
     ],
 )
 def test_policies_that_are_not_possible(policy, message):
@@ -187,7 +187,7 @@ def test_methods_with_a_state_are_refused_where_it_cannot_be_kept(policy):
 
 def test_methods_that_a_collective_cannot_use_are_refused_for_any_leaf():
     def local(key, tree):
-        return dq.psum_scatter(tree, "data", key=key, method={"a": "powersgd", "b": "bf16"})
+        return dq.psum_scatter(tree, "data", key=key, method={"a": "ef+bf16", "b": "bf16"})
 
     with pytest.raises(ValueError, match="psum_scatter"):
         simulated(local)(KEY, {"a": np.ones((4, 4, 2048)), "b": np.ones((4, 4, 2048))})

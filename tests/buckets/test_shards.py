@@ -17,7 +17,7 @@ from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax.methods import ErrorFeedback
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, Largest
 
 KEY = jax.random.key(3)
 WIDTH, HIDDEN, ROWS = 256, 1024, 16
@@ -239,7 +239,7 @@ def test_states_are_split_as_the_gradients_are():
     """
     own = {"in": of_workers(0, 2, 256 * 512).reshape(2, 256, 512), "scale": of_workers(1, 2, 4096)}
     specs = {"in": P("fsdp"), "scale": P()}
-    init, update = on_shards(mesh_of("data 2 x fsdp 4"), "ef+topk_chunked:4", specs)
+    init, update = on_shards(mesh_of("data 2 x fsdp 4"), ErrorFeedback(inner=Largest()), specs)
     first, state = update(own, init({"in": jnp.zeros((256, 512)), "scale": jnp.zeros(4096)}))
     (second, after), (again, _) = update(own, state), update(own, saved(state))
     of_shards, whole = (bucket.residual for bucket in of_buckets(after).values())
@@ -254,8 +254,8 @@ def test_states_are_split_as_the_gradients_are():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "method",
-    ("ef+mxfp4", "ef+topk_chunked:8", ErrorFeedback(inner=TWO_WIDTHS)),
-    ids=("mxfp4", "topk_chunked", "dynamiq"),
+    ("ef+mxfp4", ErrorFeedback(inner=TWO_WIDTHS)),
+    ids=("mxfp4", "dynamiq"),
 )
 def test_states_of_every_kind_resume_on_shards(method):
     """Saved after a step and read again: the same bits, on all workers, in every shard."""

@@ -21,7 +21,7 @@ from dynamiq_jax.topologies import _all_to_all
 from tests.support.buckets import plan_of
 from tests.support.gradients import of_workers
 from tests.support.indices import too_large
-from tests.support.workers import STOCHASTIC, simulated
+from tests.support.workers import STOCHASTIC, OfShapes, simulated
 
 KEY = jax.random.key(0)
 WORKERS = 4
@@ -46,7 +46,7 @@ def leaf(*shape, dtype=jnp.bfloat16):
     | st.tuples(st.integers(2**20, 2**34)),
     others=st.lists(st.integers(1024, 2**31), max_size=3),
     dtype=st.sampled_from((jnp.bfloat16, jnp.float32, jnp.float8_e5m2)),
-    method=st.sampled_from(("dynamiq", "dynamiq:16", "exact", "bf16", "mxfp8", "topk_chunked")),
+    method=st.sampled_from(("dynamiq", "dynamiq:16", "exact", "bf16", "mxfp8")),
     topology=st.sampled_from(("ring", "all_to_all")),
     fast=st.sampled_from((1, 2, 8)),
     rules=st.builds(CutRules, st.sampled_from(("auto", "striped", "in_order")), st.booleans()),
@@ -87,9 +87,9 @@ def test_a_leaf_of_parts_that_are_too_large_is_cut_into_stripes(size):
 
 @pytest.mark.parametrize("size", BORDERS)
 def test_a_leaf_that_cannot_be_cut_is_refused(size):
-    parts = (f"tree['w'] has {2 * size:,} coordinates", "method=PowerSGD(", "1,879,048,192")
+    parts = (f"tree['w'] has {2 * size:,} coordinates", "method=OfShapes(", "1,879,048,192")
     with pytest.raises(ValueError) as error:
-        dq.wire_report({"w": leaf(2, size), "b": leaf(4096)}, WORKERS, method="powersgd")
+        dq.wire_report({"w": leaf(2, size), "b": leaf(4096)}, WORKERS, method=OfShapes())
     for part in (*parts, "int32", "Cut the leaf"):
         assert part in str(error.value)
 
@@ -157,9 +157,7 @@ def test_no_program_has_an_index_beyond_32_bits(data_mesh, name, topology, bucke
     assert indexed_too_far(*COLLECTIVES[name], data_mesh(WORKERS), method=method) == []
 
 
-@pytest.mark.parametrize(
-    "method", ("exact", "bf16", "mxfp8", "dynamiq:16", "topk_chunked", "ef+blockint")
-)
+@pytest.mark.parametrize("method", ("exact", "bf16", "mxfp8", "dynamiq:16", "ef+blockint"))
 @pytest.mark.parametrize("topology", ("ring", "all_to_all"))
 def test_the_largest_bucket_has_no_index_beyond_32_bits(data_mesh, method, topology):
     axes, dtype = Axes(Axis("data", WORKERS)), jnp.float8_e5m2  # a byte each: the most coordinates

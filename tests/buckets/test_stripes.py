@@ -20,7 +20,7 @@ from tests.support.buckets import plan_of
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, OfShapes, on_mesh, simulated
 
 KEY = jax.random.key(3)
 striped = functools.partial(dq.Compression, bucketing="striped", exact_below=0)
@@ -141,7 +141,7 @@ def test_changes_of_local_sgd_are_striped_on_every_topology():
 
 
 def test_methods_that_use_shapes_take_leaves_as_they_are():
-    choices = {"method": "powersgd", "bucket_bytes": 1, "bucketing": "striped"}
+    choices = {"method": OfShapes(), "bucket_bytes": 1, "bucketing": "striped"}
     plan = plan_of_sizes((4 * LEAF, 4 * LEAF), **choices)
     assert all(bucket.stripe is None for bucket in plan.buckets)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, ErrorFeedback, Method, PowerSGD, resolve_method
+from dynamiq_jax.methods import MXFP8, BlockInt, ErrorFeedback, Method, resolve_method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,15 +85,11 @@ PRODUCT = {
         reach=256,
         mesh=(),
     ),
-    # The energy of the smallest seven of eight blocks.
-    "topk_chunked": Row(method=resolve_method("topk_chunked"), error=(0.17, 0.25), reach=1),
-    # Noise has no low rank: most of it is left out.
-    "powersgd": Row(method=PowerSGD(), error=(0.7, 0.95), same_bits=False, draws=True, floats=True),
+    # The error of the method inside, in a first step.
     "error_feedback": Row(
-        method=ErrorFeedback(inner=PowerSGD()),
-        error=(0.7, 0.95),
-        same_bits=False,
-        floats=True,
+        method=ErrorFeedback(inner=BlockInt()),
+        error=(5e-5, 1.3e-4),
+        reach=32,
         mesh=("all_to_all",),
     ),
 }

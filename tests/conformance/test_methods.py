@@ -275,7 +275,7 @@ def test_methods_that_cannot_scatter_or_gather_say_so(name):
 @pytest.mark.parametrize("function", (dq.psum, dq.pmean))
 def test_sums_refuse_a_method_that_carries_state(function):
     with pytest.raises(ValueError, match=r"carries state .*dq\.p.* Use dq\.all_reduce_gradients"):
-        simulated(lambda key, g: function(g, "data", key=key, method="powersgd"))(KEY, gradient())
+        simulated(lambda key, g: function(g, "data", key=key, method="ef+bf16"))(KEY, gradient())
 
 
 def test_a_granule_is_that_of_the_method_inside():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, Axis, Call, PowerSGD, WireCost
+from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.topologies import Ring
 from tests.conformance.table import CHUNKED, MATRIX, NUM_WORKERS, SIZE, TRACED
 from tests.support.workers import call_on
@@ -55,17 +55,10 @@ def traced_bytes(fn, call: Call, *shape: int) -> tuple[float, object]:
     return sum(axis.sent), result
 
 
-WIRE = TRACED | {
-    # Two kinds of statistics.
-    "topk_of_mx": dq.methods.TopKChunked(inner=MXFP8(shared_scale=True)),
-    "powersgd_of_mx": PowerSGD(inner=MXFP8(shared_scale=True)),  # two messages with statistics
-}
-
-
-@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("name", TRACED)
 def test_the_wire_cost_counts_all_bytes_of_an_all_reduce(name, num_workers=5):
     """All to all, which traces each of its transfers once, at sizes that divide by nothing."""
-    method = WIRE[name]
+    method = TRACED[name]
     call = call_on(math.prod(MATRIX), num_workers, "all_to_all", shapes=(MATRIX,))
 
     def reduce(flat, call):

@@ -8,13 +8,7 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import naming
-from dynamiq_jax.methods import (
-    METHODS,
-    BlockInt,
-    ErrorFeedback,
-    TopKChunked,
-    resolve_method,
-)
+from dynamiq_jax.methods import METHODS, BlockInt, ErrorFeedback, resolve_method
 from dynamiq_jax.methods._registry import PRESETS, WRAPPERS
 from dynamiq_jax.topologies import TOPOLOGIES, Butterfly, Ring, resolve_topology
 
@@ -64,8 +58,8 @@ def test_names_of_presets_are_those_of_their_constructors(name):
         ("qgz:rounding=stochastic", BlockInt(code_bits=4, block=128, rounding="stochastic")),
         ("equarx:block=64", BlockInt(code_bits=8, block=64)),
         ("blockint:4", BlockInt(code_bits=4)),
-        ("topk_chunked:2:block_size=512", TopKChunked(bits=2.0, block_size=512)),
-        ("ef+topk_chunked:2", ErrorFeedback(inner=TopKChunked(bits=2.0))),
+        ("blockint:4:block=256", BlockInt(code_bits=4, block=256)),
+        ("ef+blockint:4", ErrorFeedback(inner=BlockInt(code_bits=4))),
         ("ef+paper:4", ErrorFeedback(inner=dq.DynamiQ.paper(bits=4.0))),
         ("ef+bf16", ErrorFeedback(inner=dq.methods.BF16())),
     ),
@@ -131,7 +125,6 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
         ("blockint:block=256:block=512", r"gives 'block' a second time\."),
         # Neither a number nor a field.
         ("bf16:16", r"'16' is not an option of bf16\. Give the name alone\.$"),
-        ("powersgd:4", r"'4' is not an option of powersgd\. Give FIELD=VALUE with .*'rank'\]\.$"),
         ("mxfp8:8", r"'8' is not an option of mxfp8\. Give FIELD=VALUE with .*\]\.$"),
         ("dynamiq:", r"'' is not an option of dynamiq\. Give a number of bits, or FIELD=VALUE"),
         (
@@ -153,8 +146,6 @@ def test_something_that_is_neither_a_name_nor_a_method(other):
             r"rounding='up' is not possible\. Give one of \(None, 'correlated'",
         ),
         ("dynamiq:widths=[{[]}]", r"widths=.* is not a tuple"),
-        ("topk_chunked:inner=3", r"inner=3 cannot sum blocks"),
-        ("topk_chunked:inner=bf17", r"method='bf17' is not known"),
     ),
 )
 def test_errors_quote_the_text_and_say_what_to_give(text, says):

@@ -45,7 +45,7 @@ def command(files):
             "checkpoint": files / "start",
             "data": files / "chats.jsonl",
             "output_dir": output,
-            "method": "ef+topk_chunked:4",
+            "method": "ef+mxfp4",
             "context": 64,
             "fsdp": 2,
             "steps": STEPS,
@@ -111,7 +111,7 @@ def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output,
 @pytest.mark.parametrize(
     ("change", "mesh", "words"),
     (
-        ({"method": "bf16"}, (2, 2), r"method 'ef\+topk_chunked:4', now 'bf16'"),
+        ({"method": "bf16"}, (2, 2), r"method 'ef\+mxfp4', now 'bf16'"),
         ({"context": 32}, (2, 2), r"data '\w+', now '\w+', held_out '\w+', now '\w+'\."),
         ({"seed": 1}, (2, 2), r"seed 0, now 1\."),
         ({}, (4,), r"workers 2, now 4, fsdp 2, now 1\."),  # with residuals of other shapes
@@ -335,7 +335,7 @@ def end(process: subprocess.Popen, timeout: float = processes.TIMEOUT) -> str:
 
 
 @slow
-@pytest.mark.parametrize("method", ["ef+powersgd", "dynamiq:5"])
+@pytest.mark.parametrize("method", ["ef+mxfp4", "dynamiq:5"])
 def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(
     method, files, tmp_path
 ):

@@ -74,7 +74,7 @@ def test_what_is_no_message_is_refused():
         (lambda h: h["buckets"].__setitem__(0, 9), "leaf that is not possible"),
         (lambda h: h["buckets"].__setitem__(0, True), "leaf that is not possible"),
         (lambda h: h["formats"].append(h["formats"][0]), "bucket without values"),
-        (lambda h: h["formats"][0].update(method="powersgd"), "'powersgd'"),
+        (lambda h: h["formats"][0].update(method="thc"), "'thc'"),
         (lambda h: h["formats"][0].update(method=[1]), "unhashable"),
         (lambda h: h["formats"][0].update(code_bits=9), "has code_bits=9, which blockint does not"),
         (lambda h: h["formats"][0].update(code_bits="4"), "has code_bits='4'"),

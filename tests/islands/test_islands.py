@@ -23,6 +23,7 @@ from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder,
 from dynamiq_jax.islands._records import Decision, opened
 from tests.support import island_worker, processes
 from tests.support.islands import PARAMS, Memory, exchanged, joined, moved, same, together
+from tests.support.workers import STOCHASTIC
 
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -397,7 +398,7 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
             Islands(**{"transport": transport, "name": "a", field: value})
     Islands(transport=transport, name="a", norm_limit=1, overlap=0, decay=0, grace=0)  # the least
     with pytest.raises(ValueError, match="cannot be in a message"):
-        Islands(transport=transport, name="a", method="topk_chunked")
+        Islands(transport=transport, name="a", method=STOCHASTIC)
     with pytest.raises(TypeError, match=r"outer=0\.7 is not an optax"):
         Islands(transport=transport, name="a", outer=0.7)
     (island,), (state,) = joined(transport, "a")

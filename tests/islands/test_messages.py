@@ -20,6 +20,7 @@ from dynamiq_jax.islands import messages
 from tests.support.gradients import heavy_tailed
 from tests.support.hlo import collectives
 from tests.support.message_bytes import PREFIX, same_bits, taken_apart
+from tests.support.workers import STOCHASTIC
 
 KEY = jax.random.key(0)
 TREE = {
@@ -202,13 +203,13 @@ def test_errors_of_encode():
 
     refused(
         ValueError,
-        r"TopKChunked.* cannot be in a message. Give one of \['bf16'",
-        method="topk_chunked",
+        r"StochasticBF16.* cannot be in a message. Give one of \['bf16'",
+        method=STOCHASTIC,
     )
     refused(ValueError, r"ErrorFeedback.* carries state", method="ef+dynamiq:3")
     refused(ValueError, "bucketing='striped'", method=dq.Compression(bucketing="striped"))
     refused(ValueError, "max_error=0.1 limits", method=dq.Compression(max_error=0.1))
-    refused(ValueError, "cannot be in a message", [np.float32(1)], method="topk_chunked")
+    refused(ValueError, "cannot be in a message", [np.float32(1)], method=STOCHASTIC)
     refused(TypeError, "key=3 is not a PRNG key", key=3)
     refused(TypeError, "dtype float8_e4m3fn, which no message", [jnp.ones(3, jnp.float8_e4m3fn)])
     refused(TypeError, "str", ["text"])

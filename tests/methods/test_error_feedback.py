@@ -13,22 +13,21 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, BlockInt, ErrorFeedback, Method, PowerSGD
+from dynamiq_jax.methods import BlockInt, ErrorFeedback, Method
 from dynamiq_jax.topologies import AllToAll, Ring
 from tests.support.checkpoints import Run, of_buckets, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
-from tests.support.workers import TWO_WIDTHS, call_on, on_mesh, simulated
+from tests.support.workers import TWO_WIDTHS, Decaying, Largest, call_on, on_mesh, simulated
 
 NUM_WORKERS, STEPS = 4, 6
 SHAPE, SIZE = (125, 160), 20_000
 KEY = jax.random.key(8)
-LOW_RANK = PowerSGD(rank=4)
 NEAREST = dataclasses.replace(TWO_WIDTHS, rounding="nearest")
 # Name to the method, to the share of the energy that it leaves out, and to what hops lose besides.
 INNER = {
-    "powersgd": (LOW_RANK, (0.05, 1.0), 1e-10),
-    "powersgd in bf16": (PowerSGD(rank=4, inner=dq.methods.BF16()), (0.05, 1.0), 1e-4),
+    "largest": (Largest(), (0.05, 1.0), 1e-10),
+    "blocks": (BlockInt(code_bits=4), (1e-3, 0.05), 0.02),
     "nearest": (NEAREST, (1e-6, 0.01), 0.02),
     "bf16": (dq.methods.BF16(), (1e-7, 1e-4), 1e-4),
     "exact": (dq.methods.Exact(), (0, 0), 1e-10),
@@ -105,7 +104,7 @@ def test_values_that_are_applied_are_carried_without_another_loss():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
-@pytest.mark.parametrize("name", ("powersgd", "nearest", "bf16"))
+@pytest.mark.parametrize("name", ("largest", "nearest", "bf16"))
 def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
     gradient = of_workers(0, NUM_WORKERS, SIZE)
     gradient[1, 7] = value
@@ -113,9 +112,8 @@ def test_what_is_not_finite_surfaces_and_is_not_kept(name, value):
     assert not np.isfinite(total[:, 7]).any()
     assert np.isfinite(kept).all()
     assert kept[1, 7] == 0
-    if name != "powersgd":  # which is one leaf here, all of it NaN
-        assert np.mean(kept[1] != 0) > 0.5
-        assert np.isfinite(total[:, 1000:]).all()
+    assert np.mean(kept[1] != 0) > 0.5
+    assert np.isfinite(total[:, 1000:]).all()
     good = of_workers(1, NUM_WORKERS, SIZE)
     assert np.isfinite(one_step(name)(KEY, good, kept)[0]).all()
 
@@ -176,7 +174,7 @@ def simulated_run(method: Method):
     return np.asarray(outputs), np.asarray(residuals), state
 
 
-FEEDBACK, OF_BLOCKS = ErrorFeedback(inner=LOW_RANK), ErrorFeedback(inner=BlockInt())
+FEEDBACK, OF_BLOCKS = ErrorFeedback(inner=Largest()), ErrorFeedback(inner=BlockInt())
 
 
 def test_nothing_is_lost_over_time():
@@ -193,30 +191,28 @@ def test_nothing_is_lost_over_time():
 
 def test_a_gradient_that_stays_arrives():
     """The mean over steps of what is applied is off by the residual over the number of steps, and
-    the residual stops growing. Without feedback, a rank too low stays too low.
+    the residual stops growing. Without feedback, small values never arrive.
     """
     num_steps, gradient = 60, gradients()[:, :1]
     repeated = gradient.repeat(num_steps, axis=1)
     truth = gradient[:, 0].mean(axis=0, dtype=np.float64).reshape(-1)
-    method = ErrorFeedback(inner=PowerSGD(rank=16))
+    method = ErrorFeedback(inner=Largest(share=1 / 4))
     outputs, residuals, _ = simulated(steps_of(method))(KEY, repeated)
     errors = [vnmse(np.asarray(outputs[0, :t], float).mean(axis=0), truth) for t in (1, 20, 60)]
     norms = np.linalg.norm(np.asarray(residuals, float).mean(axis=0), axis=1)
-    assert norms[-1] == pytest.approx(norms[19], rel=0.05)
-    assert errors[2] == pytest.approx(errors[1] / 3**2, rel=0.1)
-    assert errors[0] > 0.3 and errors[1] < errors[0] / 10
+    assert norms[-1] == pytest.approx(norms[19], rel=0.08)
+    assert errors[2] == pytest.approx(errors[1] / 3**2, rel=0.15)
+    assert errors[0] > 0.01 and errors[1] < errors[0] / 10
     reduce = dq.all_reduce_gradients("data", method=method.inner)
     alone = simulated(lambda _, g: reduce.update(g, reduce.init(g))[0])(KEY, gradient[:, 0])
     assert vnmse(np.asarray(alone[0]).reshape(-1), truth) == pytest.approx(errors[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("method", (FEEDBACK, OF_BLOCKS), ids=("rank", "bits"))
+@pytest.mark.parametrize("method", (FEEDBACK, OF_BLOCKS), ids=("largest", "bits"))
 def test_replicas_stay_identical_while_their_residuals_differ(method):
-    outputs, residuals, state = simulated_run(method)
+    outputs, residuals, _ = simulated_run(method)
     np.testing.assert_array_equal(outputs, outputs[:1].repeat(NUM_WORKERS, axis=0))
     assert np.all(np.any(residuals[1:] != residuals[:-1], axis=-1))
-    for leaf in jax.tree.leaves(only(state).inner):
-        np.testing.assert_array_equal(leaf, np.asarray(leaf)[:1].repeat(NUM_WORKERS, axis=0))
 
 
 def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
@@ -232,7 +228,7 @@ def test_state_is_carried_the_same_way_on_a_mesh(data_mesh):
 
 
 def test_state_has_the_size_of_its_bucket():
-    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=PowerSGD(rank=2)))
+    reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=Decaying()))
     tree = {"a": jnp.ones(5000), "b": jnp.ones((60, 50), jnp.bfloat16), "c": jnp.ones(10)}
 
     def init(_):
@@ -241,7 +237,7 @@ def test_state_has_the_size_of_its_bucket():
     state = jax.eval_shape(jax.vmap(init, axis_name="data"), jnp.zeros(NUM_WORKERS))
     states = [tuple(bucket) for bucket in of_buckets(state).values()]
     shapes = jax.tree.map(lambda leaf: leaf.shape[2:], states)
-    assert shapes == [((5000,), ()), ((3000,), ((50, 2),))]
+    assert shapes == [((5000,), (5000,)), ((3000,), (3000,))]
     assert {leaf.dtype for leaf in jax.tree.leaves(of_buckets(state))} == {jnp.dtype(jnp.float32)}
 
 
@@ -254,7 +250,7 @@ def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
 
 def test_it_costs_no_bytes():
     tree = {"w": jax.ShapeDtypeStruct((300, 200), jnp.float32)}
-    for inner in (LOW_RANK, *PRESETS.values()):
+    for inner in PRESETS.values():
         for topology in (Ring(), AllToAll()):
             reports = [
                 dq.wire_report(tree, NUM_WORKERS, method=dq.Compression(method, topology))
@@ -267,7 +263,7 @@ def test_it_costs_no_bytes():
 def test_statistics_travel_once(data_mesh):
     """The compiled program, where the values that are sent are not those that came in."""
     tree = {"w": jax.ShapeDtypeStruct((100, 200), jnp.float32)}
-    method = ErrorFeedback(inner=MXFP8(shared_scale=True))
+    method = ErrorFeedback(inner=TWO_WIDTHS)
     report = dq.wire_report(tree, NUM_WORKERS, method=method)
     assert sent_bytes(data_mesh(NUM_WORKERS), tree, method, "ring") == report.bytes_per_worker
 
@@ -276,10 +272,10 @@ def test_statistics_travel_once(data_mesh):
 
 
 def test_an_inner_method_that_cannot_be():
-    with pytest.raises(ValueError, match=r"inner=ErrorFeedback.*second time.*Give PowerSGD"):
+    with pytest.raises(ValueError, match=r"inner=ErrorFeedback.*second time.*Give Largest"):
         ErrorFeedback(inner=FEEDBACK)
-    with pytest.raises(ValueError, match=r"inner='powersgd' is not a method\. Give one"):
-        ErrorFeedback(inner="powersgd")
+    with pytest.raises(ValueError, match=r"inner='bf16' is not a method\. Give one"):
+        ErrorFeedback(inner="bf16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

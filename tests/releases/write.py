@@ -18,7 +18,7 @@ import numpy as np
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
-from dynamiq_jax.methods import MXFP8, MXINT8, BlockInt, Call, ErrorFeedback, PowerSGD, TopKChunked
+from dynamiq_jax.methods import MXFP8, MXINT8, BlockInt, Call, ErrorFeedback
 from dynamiq_jax.topologies import Ring
 from dynamiq_jax.training import LocalSGD
 
@@ -57,11 +57,10 @@ def _local_sgd(**settings: Any) -> Program:
     return Program(start, _on_workers(local.update))
 
 
-FEEDBACK = ErrorFeedback(inner=TopKChunked(bits=4.0))
+FEEDBACK = ErrorFeedback(inner=BlockInt(code_bits=4))
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "dynamiq": lambda: _all_reduce("dynamiq:5"),
     "error_feedback": lambda: _all_reduce(FEEDBACK),
-    "powersgd": lambda: _all_reduce(PowerSGD(rank=2)),
     "local_sgd": lambda: _local_sgd(every=2, delay=1, method="dynamiq:5"),
     "local_sgd_feedback": lambda: _local_sgd(every=2, method=FEEDBACK),
 }

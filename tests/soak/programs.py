@@ -7,8 +7,7 @@ METHODS = (
     *("dynamiq:5", "dynamiq:4:widths=2,4,8", "dynamiq:6:widths=4,8"),
     *("bf16", "mxfp8", "mxfp4", "blockint", "exact"),
 )
-WHOLE = (*METHODS, "topk_chunked")  # of collectives that sum whole trees
-STATEFUL = ("ef+topk_chunked", "ef+dynamiq:6:widths=4,8", "ef+blockint", "powersgd")
+STATEFUL = ("ef+mxfp4", "ef+dynamiq:6:widths=4,8", "ef+blockint", "ef+bf16")
 REDUCTIONS = ("psum", "pmean", "all_reduce_gradients")
 HALVES = ("psum_scatter", "all_gather")
 COMPRESS = "compress"  # of a global function: it stands behind the others, which share a shard_map
@@ -159,9 +158,9 @@ def _random_collective(
     if kind in HALVES:
         methods = METHODS
     elif kind == "all_reduce_gradients":
-        methods = (*STATEFUL, *STATEFUL, *WHOLE)
+        methods = (*STATEFUL, *STATEFUL, *METHODS)
     else:
-        methods = WHOLE
+        methods = METHODS
     leaves = [_random_leaf(choice) for _ in range(choice.randint(1, 3))]
     leaves += [Leaf(1, choice.randint(1, 9), "float32")] * choice.randint(0, 1)  # exact
     return Collective(

@@ -259,7 +259,7 @@ class RunningRound:
                 self._compare_result(number, program, result)
 
     def _compare_result(self, number: int, program: Program, result: str) -> None:
-        by_process, rounded = self.hashes[number, result], rounded_by_order(program, self.round)
+        by_process = self.hashes[number, result]
         expected = by_process[REFERENCE]
         for suffix in ("", " from the beginning"):
             each = [by_process.get(f"{name}{suffix}") for name in self.names]
@@ -271,7 +271,7 @@ class RunningRound:
                 for group in replicas(program, int(result.split()[1]), self.round):
                     if len({found[worker] for worker in group}) > 1:
                         self._differs(number, result, f"replicas {group}{suffix}")
-            if found != expected and int(result.split()[1]) not in rounded:
+            if found != expected:
                 self._differs(number, result, f"processes{suffix} and one process")
 
     def _differs(self, number: int, result: str, between: str) -> None:
@@ -290,20 +290,6 @@ def replicas(program: Program, number: int, round_: Round) -> list[list[int]]:
     if each.axes == ("hosts",):
         return [workers[place :: round_.devices] for place in range(round_.devices)]
     return [workers[start : start + round_.devices] for start in workers[:: round_.devices]]
-
-
-def rounded_by_order(program: Program, round_: Round) -> set[int]:
-    """Return the collectives whose bits depend on the order of an exact sum.
-
-    Gloo and a single process have orders of their own where there are more than two terms. The
-    exact sums of other collectives are of integers.
-    """
-    found = set[int]()
-    for number, each in enumerate(program.collectives):
-        terms = round_.workers if each.axes == ("data",) else round_.processes
-        if (each.method == "powersgd" and terms > 2) or each.after in found:
-            found.add(number)
-    return found
 
 
 def _words(event: dict[str, Any]) -> str:

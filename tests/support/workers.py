@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call, ChunkedMethod, Method, RecodedChunks, WireCost
+from dynamiq_jax.methods import Axis, Call, ChunkedMethod, Method, RecodedChunks, Reduced, WireCost
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 # With two widths, an all-reduce has larger steps to take.
@@ -53,6 +53,42 @@ class StochasticBF16(ChunkedMethod):
 
 
 STOCHASTIC = StochasticBF16()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Largest(dq.methods.Exact):
+    """Sums of the largest coordinates of each worker: biased, and hops lose nothing."""
+
+    share: float = 1 / 32
+
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: Any) -> Reduced:
+        sizes = jnp.abs(flat)
+        least = jnp.sort(sizes)[-max(1, int(self.share * flat.size))]
+        applied = jnp.where(sizes < least, jnp.zeros((), flat.dtype), flat)
+        reduced = super().all_reduce(applied, call, key, state)
+        return dataclasses.replace(reduced, applied=applied)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decaying(dq.methods.Exact):
+    """Adds a part of the values of the step before. Says nothing about the kind of its state."""
+
+    decay: float = 0.5
+    is_stateful = True
+
+    def init_state(self, call: Call) -> Array:
+        return jnp.zeros(call.size)
+
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: Any) -> Reduced:
+        values = flat + self.decay * state
+        return dataclasses.replace(super().all_reduce(values, call, key, state), state=values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfShapes(dq.methods.Exact):
+    """Takes leaves as they are."""
+
+    uses_shapes = True
 
 
 def simulated(fn: PerWorker) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from dynamiq_jax.training import LocalSGD
 from dynamiq_jax.training._fragments import Fragments
 from dynamiq_jax.training._local_sgd import Due
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, Decaying
 
 WORKERS = 4
 EVERY_LEAF = dq.Compression(exact_below=1)
@@ -359,7 +359,7 @@ MOMENTUM = optax.sgd(0.7, momentum=0.9)
         ({"fragments": 2}, {"fragments": 3}, "state.outer has 'fragment_0-.*init"),
         ({}, {"method": "ef+bf16"}, "state.method has no state, but .* need 'ErrorFeedback"),
         ({"method": "ef+bf16"}, {}, "state.method has 'ErrorFeedback-.* need no state"),
-        ({"method": "ef+bf16"}, {"method": "powersgd"}, "the kinds differ"),
+        ({"method": "ef+bf16"}, {"method": Decaying()}, "the kinds differ"),
         (
             {"method": {"[uv]": "ef+bf16", "": "ef+mxfp8"}},
             {"method": {"[uw]": "ef+bf16", "": "ef+mxfp8"}},

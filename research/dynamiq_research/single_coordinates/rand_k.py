@@ -8,8 +8,9 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.methods import BF16, Call, ChunkedMethod, Method, Reduced, State, WireCost
-from dynamiq_jax.parts import check_bits, check_flag, most_within, override
+from dynamiq_jax.parts import check_flag, override
 from dynamiq_research.single_coordinates.largest import largest
+from dynamiq_research.topk_chunked import check_bits, most_within
 
 _PLACES = 0x706C6163  # folded into the key of the places
 _KEY_BYTES = 4  # that a worker gathers of all others: all see whether their keys differ

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.methods import Call, Method, Reduced, State, WireCost
-from dynamiq_jax.parts import check_bits, check_choice, match_varying, override, take_chunk
+from dynamiq_jax.parts import check_choice, match_varying, override, take_chunk
 from dynamiq_research.single_coordinates.largest import largest
+from dynamiq_research.topk_chunked import check_bits
 
 _INDEX_BYTES = 4
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4}

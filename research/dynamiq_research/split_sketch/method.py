@@ -14,7 +14,6 @@ from jax import Array
 
 from dynamiq_jax.methods import BF16, Call, ChunkedMethod, Method, Reduced, State, WireCost
 from dynamiq_jax.parts import (
-    Chosen,
     as_chunks,
     check_choice,
     check_integer,
@@ -24,6 +23,7 @@ from dynamiq_jax.parts import (
     same_over,
 )
 from dynamiq_research.split_sketch.count_sketch import CountSketch, num_stretches
+from dynamiq_research.topk_chunked import Chosen
 from pallas_kernels.codec import l2_norm
 from pallas_kernels.codec.rounding import mix
 from pallas_kernels.codec.scales import bfloat16_bits

@@ -8,10 +8,17 @@ import optax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import BlockInt
-from dynamiq_research import EF21M, GlobalCompensation, Pipelined, SplitSketch
+from dynamiq_jax.methods import BlockInt, ErrorFeedback
+from dynamiq_research import (
+    EF21M,
+    GlobalCompensation,
+    Pipelined,
+    PowerSGD,
+    SplitSketch,
+    TopKChunked,
+)
 from tests.releases import test_files as laws
-from tests.releases.write import WORKERS, Program, _all_reduce, _on_workers
+from tests.releases.write import WORKERS, Program, _all_reduce, _local_sgd, _on_workers
 
 # As users compile, like the program that wrote the files: others round in another way.
 pytestmark = pytest.mark.optimized
@@ -30,15 +37,21 @@ def _pipelined() -> Program:
     return Program(start, _on_workers(step))
 
 
+FEEDBACK = ErrorFeedback(inner=TopKChunked(bits=4.0))
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "split_sketch": lambda: _all_reduce(SplitSketch()),
     "ef21m": lambda: _all_reduce(EF21M(inner=dq.methods.Exact())),
     "global_compensation": lambda: _all_reduce(GlobalCompensation(inner=BlockInt(code_bits=4))),
     "pipelined": _pipelined,
+    "powersgd": lambda: _all_reduce(PowerSGD(rank=2)),
+    "topk_chunked_feedback": lambda: _all_reduce(FEEDBACK),
+    "topk_chunked_local_sgd": lambda: _local_sgd(every=2, method=FEEDBACK),
 }
 
 
-@pytest.mark.parametrize("path", sorted(HERE.glob("*/*.npz")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(HERE.glob("*/*.npz")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_states_go_on_as_in_the_release(path):
     file = laws.read(path, PROGRAMS[path.stem.removeprefix("state_")]())
     laws.test_states_go_on_as_in_the_release(file)

@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Call, ErrorFeedback, Method, PowerSGD, Reduced, WireCost
+from dynamiq_jax.methods import Call, ErrorFeedback, Method, Reduced, WireCost
+from dynamiq_research import PowerSGD
 from tests.support.checkpoints import only
 from tests.support.gradients import vnmse
 from tests.support.hlo import sent_bytes

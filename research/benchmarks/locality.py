@@ -1,7 +1,7 @@
 """Locality of gradients: what chunked top-k loses if coordinates are in a random order.
 
     python -m benchmarks.error.dump_gradients --workers 64 --output gradients.npz
-    python -m benchmarks.error.locality --gradients gradients.npz
+    python -m research.benchmarks.locality --gradients gradients.npz
 
 `TopKChunked` sums whole blocks. This pays only if large coordinates lie close together. The
 ablation of "Beyond Throughput and Compression Ratios" (arXiv 2407.01378) permutes the gradient:
@@ -23,8 +23,9 @@ from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._measurement import gradient_files
-from dynamiq_jax.methods import Axis, Call, TopKChunked
+from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
+from dynamiq_research import TopKChunked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Config:
     workers: int = 8
     bits: tuple[float, ...] = (1.0, 2.0, 4.0)
     block_sizes: tuple[int, ...] = (64, 256, 1024)
-    save: bool = True  # write the result to benchmarks/results/locality.json
+    save: bool = True  # write the result to research/benchmarks/results/locality.json
 
 
 def error(method: TopKChunked, flat: NDArray[np.float32]) -> float:
@@ -65,7 +66,7 @@ COLUMNS = (
 )
 
 
-@benchmark("locality")
+@benchmark("research/locality")
 def main(config: Config) -> Report:
     """Measure every case."""
     rng = np.random.default_rng(0)

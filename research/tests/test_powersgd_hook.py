@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dynamiq_jax.methods import PowerSGD
+from dynamiq_research import PowerSGD
 from tests.support import processes
 from tests.support.others import package
 from tests.support.workers import call_on, simulated
 
 torch = package("torch")
-from tests.support import powersgd_worker  # noqa: E402
+from research.tests.support import powersgd_worker  # noqa: E402
 
 SHAPES = {"a": (48, 40), "b": (96, 56)}
 STEPS, WORKERS, RANK = 20, 2, 4

@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax._core import Axis, WireCost, as_chunks, check_integer
-from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
-from dynamiq_jax.methods._baselines import BF16
-from pallas_kernels._jax.compat import override
+from dynamiq_jax.methods import BF16, Axis, Call, ChunkedMethod, Method, Reduced, State, WireCost
+from dynamiq_jax.parts import as_chunks, check_integer, override
 from pallas_kernels.codec import SUPER_GROUP_SIZE, rank
 
 NOT_FINITE = np.uint16(0x7F80)  # scores from here on: blocks that hold NaN or Inf

@@ -10,10 +10,8 @@ import numpy as np
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
-from dynamiq_jax._core import WireCost, check_integer
-from dynamiq_jax.methods._base import Call, Method, Reduced, State
-from dynamiq_jax.methods._baselines import Exact
-from pallas_kernels._jax.compat import override
+from dynamiq_jax.methods import Call, Exact, Method, Reduced, State, WireCost
+from dynamiq_jax.parts import check_integer, override
 
 # Sums a message over the axis. Several views of it may come back: the sum first, then the values
 # that this worker applies.

@@ -5,11 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._core import Axis
-from dynamiq_jax.methods import _norms as norms
-from dynamiq_jax.methods._budget import BudgetedBlocks
-from pallas_kernels._jax.compat import override
+from dynamiq_jax.methods import Axis
+from dynamiq_jax.parts import override
+from dynamiq_research.topk_chunked.budget import BudgetedBlocks
 from pallas_kernels.codec import l2_norm
+from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
+
+_BYTES = 2  # of a norm: bits of bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,12 @@ class TopKChunked(BudgetedBlocks):
     gathered, so that all workers choose the same blocks; `bits` counts the norms.
     """
 
-    score_bits = 16
+    score_bits = 8 * _BYTES
 
     @override
     def scores_bytes(self, num_blocks: int, axis: Axis) -> int:
-        return norms.combined_bytes(num_blocks + -num_blocks % axis.size, axis)
+        share = _BYTES * -(-num_blocks // axis.size)
+        return axis.owners_bytes(share, share)
 
     @override
     def scores(self, blocks: Array, axis: Axis, key: Array) -> Array:
@@ -39,5 +42,10 @@ class TopKChunked(BudgetedBlocks):
         A norm that leaves the range of float32 counts as not finite.
         """
         count = blocks.shape[0]
-        local = l2_norm(blocks.astype(jnp.float32), axis=1)
-        return norms.combine_norms(jnp.pad(local, (0, -count % axis.size)), axis)[:count]
+        words = bfloat16_bits(l2_norm(blocks.astype(jnp.float32), axis=1))
+
+        def combine(words: Array) -> Array:
+            return bfloat16_bits(l2_norm(bfloat16_value(words), axis=0))
+
+        shares = jnp.pad(words, (0, -count % axis.size)).reshape(axis.size, -1)
+        return axis.reduce_by_owners(shares, combine).reshape(-1)[:count]

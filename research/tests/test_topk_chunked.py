@@ -1,6 +1,6 @@
 """Methods that sum some blocks only: the right ones, in full, and the share left out is reported.
 
-`test_methods.py` has what every method owes: replicas, NaN and Inf, bytes.
+`tests/conformance/test_methods.py` has what every method owes: replicas, NaN and Inf, bytes.
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import TopKChunked
-from dynamiq_jax.methods._sparse_blocks import SparseBlocks
+from dynamiq_research import SparseBlocks, TopKChunked
 from tests.support.gradients import of_workers
 from tests.support.hlo import TREE
 from tests.support.workers import TWO_WIDTHS, call_on, simulated

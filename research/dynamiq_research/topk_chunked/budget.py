@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from dynamiq_jax._core import WireCost, check_number
-from dynamiq_jax.methods._base import Call
-from dynamiq_jax.methods._sparse_blocks import SparseBlocks
-from pallas_kernels._jax.compat import override
+from dynamiq_jax.methods import Call, WireCost
+from dynamiq_jax.parts import check_number, override
+from dynamiq_research.topk_chunked.sparse_blocks import SparseBlocks
 
 _MAX_BITS = 32.0
 
