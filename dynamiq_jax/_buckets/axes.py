@@ -76,14 +76,6 @@ class Axes:
             part = axis.gather_parts(part)  # a TPU rearranges rows
         return part[:size]
 
-    @property
-    def part_index(self) -> Array | int:
-        """Index of this worker's part of a bucket, as `scatter` cuts it."""
-        index: Array | int = 0
-        for axis in reversed(self.fast):
-            index = index * axis.size + axis.index
-        return index
-
     def fold_in(self, key: Array) -> Array:
         """Return a key for each part, so that rounding errors of different parts differ."""
         for axis in self.fast:

@@ -124,7 +124,8 @@ class DynamiQ(ChunkedMethod):
                 f"1 for uniform levels, or {MIN_GAP_RATIO:g} to {most:g}."
             )
         check_number("exponent", self.exponent, *_EXPONENTS)
-        low, high = self._span
+        # If all rows have the narrowest width, or the widest.
+        low, high = (self._overhead_bits + pick(widths) for pick in (min, max))
         if not low <= self.bits <= high:
             raise ValueError(
                 f"bits={self.bits!r} cannot be reached with widths={self.widths!r} and "
@@ -165,12 +166,6 @@ class DynamiQ(ChunkedMethod):
                 rounding=self.rounding or ("correlated" if summed else "nearest"),
             ),
         )
-
-    @property
-    def bit_range(self) -> tuple[float, float]:
-        """Least and largest `bits` that these widths can reach."""
-        low, high = self._span
-        return max(low, _MIN_BITS), min(high, _MAX_BITS)
 
     @property
     @override
@@ -248,12 +243,6 @@ class DynamiQ(ChunkedMethod):
         enough = next(width for width in _ALL if num_levels(width) ** 2 >= 2 * growth)
         affordable = int(self.bits - self._overhead_bits - 0.5)
         return tuple(width for width in _ALL if width >= min(enough, max(affordable, 2)))
-
-    @property
-    def _span(self) -> tuple[float, float]:
-        """Bits of a coordinate if all rows have the narrowest width, or the widest."""
-        widths = self.widths or _ALL
-        return self._overhead_bits + min(widths), self._overhead_bits + max(widths)
 
     @property
     def _overhead_bits(self) -> float:

@@ -36,7 +36,10 @@ def test_a_worker_of_three_fast_axes_knows_its_part():
     def local(flat):
         axes = find_axes(tuple(sizes))
         part = axes.scatter(flat, part_size)
-        place = axes.part_index * part_size + jnp.arange(part_size)
+        index = 0
+        for axis in reversed(axes.fast):
+            index = index * axis.size + axis.index
+        place = index * part_size + jnp.arange(part_size)
         return part, place, axes.gather(part, size)
 
     for name, count in reversed(sizes.items()):

@@ -15,6 +15,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.parts.collectives import Bucket, Plan, plan_without_arrays, resolve
 from dynamiq_research.bit_allocation.error_curve import ErrorCurve, RowNorms
+from pallas_kernels.codec import MAX_WIDTH
 
 STEP = 0.25  # bits between the budgets of a grid: leaves of the same one share a compiled codec
 
@@ -106,7 +107,10 @@ class Group:
     @functools.cached_property
     def grid(self) -> tuple[float, ...]:
         """Budgets that are compared, in bits: ascending, that of the user among them."""
-        low, high = self.method.bit_range
+        beside = 8 / self.method.group_size + 1 / 8  # bits of scales and norms
+        widths = self.method.widths or range(2, MAX_WIDTH + 1)
+        low = max(2.375, beside + min(widths))  # no DynamiQ has less
+        high = min(float(MAX_WIDTH), beside + max(widths))
         even = STEP * np.arange(math.ceil(low / STEP), math.floor(high / STEP) + 1)
         return tuple(map(float, np.unique([low, *even, self.method.bits, high])))
 

@@ -86,7 +86,9 @@ class ScatterMean(_Half):
         assert isinstance(bucket.method, ChunkedMethod)
         codec = bucket.method.bind(part, call, axes.fold_in(key))
         scattered = call.topology.reduce_scatter(codec, axes.slow)
-        worker = axes.part_index * axes.slow.size + axes.slow.index
+        worker: Array | int = 0
+        for axis in (*reversed(axes.fast), axes.slow):  # in the order of the two scatters
+            worker = worker * axis.size + axis.index
         each = call.topology.chunks_per_worker
         places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
         # A method may decode padding to other values than zero. Norms of gradients exclude it.
