@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,14 @@ def send_all(
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
-    The arguments are those of `send_groups`; untouched leaves may be missing.
+    Args:
+      plan: the plan.
+      leaves: leaves of this device by index; untouched ones may be missing.
+      key: typed PRNG key, the same on all workers.
+      states: states of the method for every bucket of the plan.
+      token: token that the first transfer waits for; see `order.after`.
+      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
+        None: there are none.
 
     Returns:
       Results by index; states for the next step; metrics of the method, which are means over
@@ -43,9 +50,14 @@ def send_all(
     collective = plan.collective
     sent: dict[int, Reduced] = {}
     pieces: dict[int, Leaves] = {}
-    for numbers, of_group, group, carried in send_groups(
-        plan, leaves, key, states, token, sampled_over
-    ):
+    transfer = transfer_of(plan)
+    for numbers in plan.groups:
+        buckets = [plan.buckets[number] for number in numbers]
+        group, group_key = cut(collective, buckets, leaves), key
+        if sampled_over is not None:  # of no other leaves than those of the group
+            own = sorted({index for bucket in buckets for index in bucket.leaves})
+            group_key = fold_in_sample(key, [leaves[i] for i in own], sampled_over, token)
+        of_group, carried = send_group(transfer, numbers, group, states, token, group_key)
         rows = group.pieces(carried, [one.total for one in of_group])
         sent |= dict(zip(numbers, of_group, strict=True))
         pieces |= dict(zip(numbers, rows, strict=True))
@@ -73,41 +85,6 @@ def _means(metrics: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Arra
             sums[name] = sums.get(name, jnp.float32(0)) + value * np.float32(size)
             sizes[name] += size
     return {name: total / np.float32(sizes[name]) for name, total in sums.items()}
-
-
-def send_groups(
-    plan: Plan,
-    leaves: Leaves,
-    key: Array,
-    states: States,
-    token: Array | None,
-    sampled_over: Sequence[str] | None = None,
-) -> Iterator[tuple[tuple[int, ...], list[Reduced], Cut, Carried]]:
-    """Send all groups of a plan, one after the other.
-
-    Args:
-      plan: the plan.
-      leaves: leaves of this device by index.
-      key: typed PRNG key, the same on all workers.
-      states: states of the method for every bucket of the plan.
-      token: token that the first transfer waits for; see `order.after`.
-      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
-        None: there are none.
-
-    Yields:
-      Numbers of the buckets of a group, their results, their leaves, and the carried arrays.
-    """
-    transfer = transfer_of(plan)
-    for numbers in plan.groups:
-        buckets = [plan.buckets[number] for number in numbers]
-        group = cut(plan.collective, buckets, leaves)
-        of_group = key
-        if sampled_over is not None:  # of no other leaves than those of the group
-            own = sorted({index for bucket in buckets for index in bucket.leaves})
-            of_group = fold_in_sample(key, [leaves[i] for i in own], sampled_over, token)
-        sent, carried = send_group(transfer, numbers, group, states, token, of_group)
-        yield numbers, sent, group, carried
-        token = sent[-1].token
 
 
 def send_group(

@@ -6,7 +6,7 @@ a tree, checks the plan between processes, and sends the buckets one after the o
     outcome = run(MyCollective(find_axes("data")), tree, key, resolve("dynamiq:4"))
 
 A train step that keeps something between two collectives makes the plan itself, with `plan_tree`
-and `check`, and sends the groups of its buckets by `send_groups`. Its transfers keep the order of
+and `check`, and sends each group of its buckets by `send_group`. Its transfers keep the order of
 those of other calls by tokens: see `after`.
 """
 
@@ -32,7 +32,7 @@ from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
 from dynamiq_jax._run.cuts import cut, joined, pieces_of
 from dynamiq_jax._run.driver import run
-from dynamiq_jax._run.loop import key_of, send_group, send_groups, transfer_of
+from dynamiq_jax._run.loop import key_of, send_group, transfer_of
 from dynamiq_jax.training._params import check_like, check_shared_params
 from pallas_kernels._jax.compat import varying_axes
 from pallas_kernels._jax.dependencies import never
@@ -46,8 +46,7 @@ __all__ += ["Choice", "Request", "check_chunked", "resolve", "spelled", "split_r
 __all__ += ["EXACT", "all_reduce_exact", "exact_bytes_sent", "scope"]
 # A train step that plans, checks and sends itself.
 __all__ += ["Plan", "check", "check_agreement", "check_plan", "plan_tree", "plan_without_arrays"]
-__all__ += ["cut", "joined", "key_of", "pieces_of", "record", "send_group", "send_groups"]
-__all__ += ["transfer_of"]
+__all__ += ["cut", "joined", "key_of", "pieces_of", "record", "send_group", "transfer_of"]
 __all__ += ["after", "last_token", "never", "remember", "token_of"]
 __all__ += ["check_like", "check_names", "check_shared_params"]
 # Arguments of a function that calls collectives of JAX itself.

@@ -36,7 +36,6 @@ from dynamiq_jax.parts.collectives import (
     pieces_of,
     scope,
     send_group,
-    send_groups,
     spelled,
     token_of,
     transfer_of,
@@ -176,7 +175,10 @@ def scatter(
       carries, float32 [held_size]; and a token that is available once all has arrived.
     """
     shards, states = dict[int, Array](), ((),) * len(plan.buckets)
-    for numbers, sent, _, _ in send_groups(plan, leaves, key, states, token):
+    transfer = transfer_of(plan)
+    for numbers in plan.groups:
+        group = cut(plan.collective, [plan.buckets[number] for number in numbers], leaves)
+        sent, _ = send_group(transfer, numbers, group, states, token, key)
         shards |= {number: one.total for number, one in zip(numbers, sent, strict=True)}
         token = sent[-1].token
     if shards:
