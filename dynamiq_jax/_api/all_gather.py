@@ -69,7 +69,7 @@ def all_gather(
     collective = AllGather(find_axes(axis_name, single=True), axis, tiled)
     names = collective.axes.names
     tracked = all(map(compat.tracks_varying, names))
-    specs = request.specs
+    specs = request.compression.specs
     whole_specs = None if specs is None else _gathered(collective, tree, specs)
 
     # A trace of its own takes the token of the last collective, and returns the next token.

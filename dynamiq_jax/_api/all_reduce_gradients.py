@@ -109,7 +109,9 @@ def all_reduce_gradients(
     ]
 
     def no_metrics(tree: Any) -> dict[str, Array]:
-        names = [name for each in requests for name in each.metrics(each.policy.used(tree))]
+        names = [
+            name for each in requests for name in each.metrics(each.compression.policy.used(tree))
+        ]
         return {name: jnp.zeros((), jnp.float32) for name in names}
 
     def init(params: Any) -> AllReduceState:

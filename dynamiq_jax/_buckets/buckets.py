@@ -109,7 +109,7 @@ def sort_leaves(
             exact.append((index, f"{size} elements are fewer than exact_below={limit}"))
         else:
             dtype = jnp.dtype(leaf.dtype)
-            kind = _Kind(axes, request.topology, method, dtype, split_over[index])
+            kind = _Kind(axes, request.compression.route, method, dtype, split_over[index])
             by_kind.setdefault(kind, []).append((index, size))
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():

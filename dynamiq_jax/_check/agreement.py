@@ -103,7 +103,7 @@ def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
         "collective": type(collective).__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
-        **_fields("topology", request.topology),
+        **_fields("topology", request.compression.route),
         "with_metrics": _text(request.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }

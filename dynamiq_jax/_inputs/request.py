@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamiq_jax._inputs.compression import Choice, Compression
-from dynamiq_jax._inputs.policy import Policy
 from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax.methods import Method
-from dynamiq_jax.topologies import Topology
 
 RESET_STATES = "reset_states"  # metric of methods with state: share of workers with foreign states
 # Metrics that any method has, on request.
@@ -34,21 +32,6 @@ class Request:
     # Values of the caller, by name, that have to be the same in all processes; see `agreement`.
     settings: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    def policy(self) -> Policy:
-        """Method of each leaf."""
-        return self.compression.policy
-
-    @property
-    def topology(self) -> Topology:
-        """Route of the chunks."""
-        return self.compression.route
-
-    @property
-    def specs(self) -> Any:
-        """Split of the leaves over axes that the compiler manages."""
-        return self.compression.specs
-
     def with_specs(self, specs: Any) -> "Request":
         """Return the request with another split of the leaves."""
         return dataclasses.replace(
@@ -62,7 +45,7 @@ class Request:
 
     def is_stateful(self, tree: Any) -> bool:
         """Return whether a method of a leaf of a tree carries state."""
-        return any(method.is_stateful for method in self.policy.used(tree))
+        return any(method.is_stateful for method in self.compression.policy.used(tree))
 
     def metrics(self, used: Sequence[Method]) -> tuple[str, ...]:
         """Return the names of the metrics of some methods."""
@@ -108,6 +91,6 @@ def resolve(
         )
     given = tuple((settings or {}).items())
     request = Request(Compression.of(method), stateless, measures, given)
-    for each in request.policy.known:
+    for each in request.compression.policy.known:
         request.check_state(each)
     return request

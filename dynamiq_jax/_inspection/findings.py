@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -63,7 +62,7 @@ def findings(known: Evidence) -> list[Finding]:
 
 def _one_worker(known: Evidence) -> Iterator[Finding]:
     for record in known.records:
-        if record.num_workers == 1:
+        if record.plan.collective.axes.slow.size == 1:
             yield Finding(
                 "one worker",
                 f"Axis {record.axes[0]!r} has one worker, so that nothing is compressed. Give the "
@@ -87,7 +86,7 @@ def _summed_twice(known: Evidence) -> dict[CompiledCollective, tuple[TracedColle
     summed_twice = {}
     for record in known.records:
         names = {
-            math.prod(record.shapes[index]): record.names[index] or "the tree"
+            record.plan.parts[index].size: record.plan.names[index] or "the tree"
             for bucket in record.plan.buckets
             for index in bucket.leaves
         }
@@ -115,7 +114,7 @@ def _not_compressed(known: Evidence) -> Iterator[Finding]:
             ", over the same axis as compressed gradients. If these are gradients, give them to "
             "the same call"
         )
-    elif not any(record.num_workers == 1 for record in known.records):
+    elif not any(record.plan.collective.axes.slow.size == 1 for record in known.records):
         least = _SMALL
         over_workers = [one for one in others if _is_between_workers(one, known)]
         found = sorted(over_workers, key=lambda one: -one.bytes)[:3]
@@ -137,27 +136,27 @@ def _whole_gradient(known: Evidence) -> Iterator[Finding]:
         specs = record.plan.shards.specs
         whole = (i for i in sorted(compressed) if not any(map(names_of, specs[i])))
         for index in whole:
-            alike = [a for a in known.arguments if a.shape == record.shapes[index]]
+            name, shape = record.plan.names[index], record.plan.parts[index].shape
+            alike = [a for a in known.arguments if a.shape == shape]
             over = [set(argument.split_over) - set(record.axes) for argument in alike]
             if over and all(over):  # such arguments are split, but the gradient is not
                 axes = sorted(set.union(*over))
                 yield Finding(
                     "whole gradient",
-                    f"Every device compresses and sends all of leaf {record.names[index] or 'tree'}"
-                    f", of shape {record.shapes[index]}, although {alike[0].path} is split over "
-                    f"{_spelled(tuple(axes))}. Give dq.Compression(specs=), so that each device "
-                    "sends its own shard; inside a shard_map over these axes, scatter the gradient "
-                    "first.",
+                    f"Every device compresses and sends all of leaf {name or 'tree'}, of shape "
+                    f"{shape}, although {alike[0].path} is split over {_spelled(tuple(axes))}. "
+                    "Give dq.Compression(specs=), so that each device sends its own shard; inside "
+                    "a shard_map over these axes, scatter the gradient first.",
                 )
                 break
 
 
 def _below_threshold(known: Evidence) -> Iterator[Finding]:
     for record in known.records:
-        if record.num_workers == 1:
+        if record.plan.collective.axes.slow.size == 1:
             continue
         small = [
-            (record.names[index], why, sent)
+            (record.plan.names[index], why, sent)
             for (index, why), sent in zip(record.plan.exact, record.exact_bytes, strict=True)
             if "exact_below" in why or "too few" in why
         ]
@@ -167,7 +166,7 @@ def _below_threshold(known: Evidence) -> Iterator[Finding]:
             name, why, _ = max(small, key=lambda leaf: leaf[-1])
             yield Finding(
                 "below the threshold",
-                f"{len(small)} of {len(record.names)} leaves over {_spelled(record.axes)} are "
+                f"{len(small)} of {len(record.plan.names)} leaves over {_spelled(record.axes)} are "
                 f"summed exactly, {sent / whole:.0%} of the bytes: {name or 'tree'}, for example, "
                 f"since {why}. Give dq.Compression(exact_below=0), or join small leaves.",
             )
@@ -291,7 +290,7 @@ def _bytes_of(one: SentLeaf, known: Evidence) -> float:
 
 def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
     """Return the names of some leaves, and the axes of the first."""
-    names = [known.records[one.record].names[one.leaf] or "tree" for one in sent]
+    names = [known.records[one.record].plan.names[one.leaf] or "tree" for one in sent]
     kind = "Leaf" if len(names) == 1 else "Leaves"
     return f"{kind} {_listed(names)} over {_spelled(known.records[sent[0].record].axes)}"
 

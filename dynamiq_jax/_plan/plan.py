@@ -143,8 +143,8 @@ def plan_tree(
     """
     named, structure = named_leaves(tree)
     leaves = tuple(leaf for _, leaf in named)
-    shards = find_shards([name for name, _ in named], leaves, tree, request.specs)
-    methods = request.policy.methods(tree)
+    shards = find_shards([name for name, _ in named], leaves, tree, request.compression.specs)
+    methods = request.compression.policy.methods(tree)
     return make_plan(collective, named, structure, shards, request, methods), leaves
 
 

@@ -27,21 +27,6 @@ class TracedCollective(NamedTuple):
         return self.plan.collective.axes.names
 
     @property
-    def num_workers(self) -> int:
-        """Workers of the slow axis."""
-        return self.plan.collective.axes.slow.size
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Paths of the leaves."""
-        return self.plan.names
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a device's shards of the leaves."""
-        return tuple(part.shape for part in self.plan.parts)
-
-    @property
     def exact_bytes(self) -> tuple[int, ...]:
         """Bytes that each worker sends for each exact leaf of the plan."""
         axes, parts = self.plan.collective.axes, self.plan.parts

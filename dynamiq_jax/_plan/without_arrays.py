@@ -40,8 +40,8 @@ def plan_without_arrays(
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
     leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
-    shards = _shards(names, leaves, tree, mesh, request.specs, axes)
-    methods = request.policy.methods(tree)
+    shards = _shards(names, leaves, tree, mesh, request.compression.specs, axes)
+    methods = request.compression.policy.methods(tree)
     named = list(zip(names, leaves, strict=True))
     return make_plan(collective(axes), named, structure, shards, request, methods)
 

@@ -131,7 +131,7 @@ class Evaluator:
           MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
             given nor known.
         """
-        members, specs, whole = group.members, self.request.specs, PartitionSpec()
+        members, specs, whole = group.members, self.request.compression.specs, PartitionSpec()
         if callable(specs):
             return group.by_path(each.sent_spec(specs(each.description)) for each in members)
         if specs is not None:

@@ -89,7 +89,7 @@ def encode(
         method = Compression(method, exact_below=0)
     request = resolve(method, stateless="encode")
     _check_compression(request.compression)
-    for each in request.policy.used(tree):
+    for each in request.compression.policy.used(tree):
         _format_of(each)  # raises if it is not possible
     names = paths_of(tree)
     checks.named_leaves(tree)  # raises for what is no array
@@ -101,7 +101,7 @@ def encode(
         jax.tree.structure(tree),
         Shards((), (), (PartitionSpec(),) * len(leaves)),
         request,
-        request.policy.methods(tree),
+        request.compression.policy.methods(tree),
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)

@@ -136,9 +136,9 @@ class LocalSGD:
           mesh: the mesh over which `specs` split the parameters.
         """
         request = self._of_fragments
-        if mesh is not None and request.specs is None:
+        if mesh is not None and request.compression.specs is None:
             request = request.with_specs(P())
-        self._request.policy.methods(params)
+        self._request.compression.policy.methods(params)
         return tuple(
             report_of(request, fragment, axis_size, mesh=mesh)
             for fragment in jax.eval_shape(self.split, params)
@@ -280,15 +280,15 @@ class LocalSGD:
         `update` itself checks that processes agree.
         """
         request, compression = self._request, self._request.compression
-        policy = dataclasses.replace(request.policy, all_used=False)
+        policy = dataclasses.replace(request.compression.policy, all_used=False)
         compression = dataclasses.replace(compression, method=policy, check_agreement=False)
         if compression.bucketing == "auto":  # all of a change is there when it is sent
             compression = dataclasses.replace(compression, bucketing="striped")
         return dataclasses.replace(request, compression=compression)
 
     def _fragments(self, params: Any) -> Fragments:
-        if self._request.specs is not None:
-            specs = leaf_specs(params, self._request.specs)
+        if self._request.compression.specs is not None:
+            specs = leaf_specs(params, self._request.compression.specs)
         elif jax.sharding.get_abstract_mesh().explicit_axes:
             specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
         else:

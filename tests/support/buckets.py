@@ -21,5 +21,5 @@ def plan_of(
     rules = rules or CutRules(request.compression.bucketing)
     rules = dataclasses.replace(rules, names=tuple(f"leaf {i}" for i in range(len(leaves))))
     whole = [()] * len(leaves)
-    methods = request.policy.methods(leaves)
+    methods = request.compression.policy.methods(leaves)
     return sort_leaves(leaves, axes, request, methods, split_over=whole, rules=rules)

@@ -106,7 +106,7 @@ class LossyCollectives:
                 f"channel={self.channel!r} is not a channel. Give a dynamiq_research.LossyChannel."
             )
         check_choice("estimator", self.estimator, ESTIMATORS)
-        for method in resolve(self.method).policy.known:
+        for method in resolve(self.method).compression.policy.known:
             check_chunked(method, "dynamiq_research.LossyCollectives")
         if self.estimator == "inverse" and self.channel.highest_rate == 1:
             raise ValueError(

@@ -107,7 +107,7 @@ class Pipelined:
     # `python -m benchmarks.speed.tune_buckets` finds a size by measurement.
 
     def __post_init__(self):
-        for method in self._request.policy.known:
+        for method in self._request.compression.policy.known:
             check_chunked(method, "dynamiq_research.Pipelined")
         check_optimizer("optimizer", self.optimizer, "optax.adamw(1e-3)")
         check_integer("seed", self.seed, -(2**31), 2**32 - 1)
