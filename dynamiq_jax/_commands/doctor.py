@@ -17,7 +17,7 @@ from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.findings import Evidence, Finding
-from dynamiq_jax._inspection.hlo import ProgramError, check_program
+from dynamiq_jax._inspection.hlo import ProgramError, check_whole
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
 from pallas_kernels import operations
@@ -137,7 +137,7 @@ class Doctor:
                 f"{self.target} is neither a script (.py) nor the text of an HLO program. {_REMEDY}"
             )
         try:
-            check_program(text)
+            check_whole(text)
             known = Evidence(workers=self.workers)
             return inspect_text(text, known, meshes=meshes, devices_per_host=self.devices_per_host)
         except ProgramError as error:
