@@ -91,7 +91,6 @@ METHODS["ef+powersgd"] = methods.resolve_method("ef+powersgd:rank=2")
 NEEDS_STATE = ("powersgd", "omnireduce", "split_sketch", "ef+", "ef21m+", "gc+")
 TOPOLOGIES = {
     "ring": topologies.Ring(),
-    "bidirectional": topologies.Ring(bidirectional=True),
     "unrolled": topologies.Ring(unroll=True),
     "butterfly": topologies.Butterfly(),
     "all_to_all": topologies.AllToAll(),

@@ -12,8 +12,7 @@ with 1 where a figure is off, and says which:
 - it touches over 10 % more memory than it must: gradient, message received, message sent;
 - one of Triton's does not read or write four neighboring coordinates of a gradient at once (f32:
   128 bits);
-- a hop on several GPUs takes more than one kernel, or, in a bidirectional ring, nothing runs while
-  a transfer is under way;
+- a hop on several GPUs takes more than one kernel;
 - with several buckets, hardly a byte of gradient travels under a matmul of the backward pass.
 
 Instructions are counted in the machine code, with all branches: a block takes the one for widths
@@ -27,7 +26,6 @@ the CUDA libraries: pip install -e '.[cuda13-aot]'.
 """
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,12 +43,7 @@ Item = TypeVar("Item")
 
 def all_topologies() -> list[str]:
     """Return the topologies of this version, with the options that matter here."""
-    both = [
-        f"{name}:bidirectional=True"
-        for name, topology in TOPOLOGIES.items()
-        if "bidirectional" in {field.name for field in dataclasses.fields(topology)}
-    ]
-    return [*TOPOLOGIES, *both]
+    return [*TOPOLOGIES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -54,15 +54,11 @@ def examine(name: str, workers: int, leaf_sizes: Sequence[int], dump: Path) -> d
         "xla_around": sum(i.opcode in ("fusion", "copy", "sort", "custom-call") for i in around)
         - sum(instruction.pallas for instruction in around),
     }
-    idle = [number for number, ops in enumerate(meanwhile) if "triton kernel" not in ops]
     problems = {
         "has no transfers from neighbour to neighbour": (
             isinstance(topology, Ring) and not transfers
         ),
         f"takes {hop_kernels} kernels for {transfers} hops": looped and hop_kernels != transfers,
-        f"runs no kernel during {len(idle)} of {transfers} transfers": (
-            getattr(topology, "bidirectional", False) and bool(idle)
-        ),
     }
     return row | {"problems": [text for text, wrong in problems.items() if wrong]}
 

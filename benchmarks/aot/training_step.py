@@ -24,7 +24,6 @@ TOPOLOGIES = (
     "exact",
     "ring",
     "ring:unroll=True",
-    "ring:bidirectional=True:unroll=True",
     "butterfly",
     "all_to_all",
 )
@@ -38,16 +37,14 @@ _LEAST_SHARE, _LEAST_SHARE_OF_LOOP = 0.6, 0.35
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training step: path of the gradients, buckets, and options of XLA."""
+    """A training step: path of the gradients, and buckets."""
 
     topology: str  # or "exact"
     matrices: int  # in a bucket; all of them, or a part of a layer
-    options: tuple[tuple[str, Any], ...] = ()
 
 
 def cases(topologies: Sequence[str]) -> list[Case]:
     """Return steps with a bucket for each layer and with one for all; exact sums go by matrix."""
-    both = (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
     result = []
     for name in topologies:
         if name == "exact":
@@ -55,7 +52,7 @@ def cases(topologies: Sequence[str]) -> list[Case]:
             continue
         if ":" not in name:
             result.append(Case(name, _LAYERS * _MATRICES))
-        result.append(Case(name, _MATRICES, both if "bidirectional" in name else ()))
+        result.append(Case(name, _MATRICES))
     return result
 
 
@@ -72,7 +69,6 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
         ],
         [whole, split, whole],
         dump=dump,
-        options=dict(case.options),
     )
     transfers = list(
         transfers_of(program, lambda instruction: instruction.matmul and instruction.backward)
@@ -84,7 +80,6 @@ def examine(case: Case, workers: int, dump: Path) -> dict[str, Any]:
         "topology": case.topology,
         "layers": _LAYERS,
         "matrices_per_bucket": case.matrices,
-        "options": dict(case.options),
         "transfers": sum(transfer.times for transfer in transfers),
         "transfers_in_loops": sum(transfer.times for transfer in transfers if transfer.in_loop),
         "transfers_under_matmul": sum(transfer.times for transfer in under),
@@ -114,7 +109,7 @@ def print_steps(rows: list[dict[str, Any]], workers: int) -> None:
     if rows:
         print_table(
             f"Training step on {workers} H200: transfers under a matmul of the backward pass",
-            "matrices a bucket,transfers,in loops,under a matmul,of the bytes,options of XLA",
+            "matrices a bucket,transfers,in loops,under a matmul,of the bytes",
             [
                 [
                     row["topology"],
@@ -123,7 +118,6 @@ def print_steps(rows: list[dict[str, Any]], workers: int) -> None:
                     str(row["transfers_in_loops"]),
                     str(row["transfers_under_matmul"]),
                     f"{row['share_of_bytes_under_matmul']:.0%}",
-                    _options(row),
                 ]
                 for row in rows
             ],
@@ -165,8 +159,3 @@ def _step(case: Case) -> Any:
         return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, params, mean)
 
     return step
-
-
-def _options(row: dict[str, Any]) -> str:
-    named = row["options"].items()
-    return ", ".join(f"{key.rpartition('_collective_')[2]}={value}" for key, value in named) or "-"

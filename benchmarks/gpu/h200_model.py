@@ -209,7 +209,6 @@ def compile_for(
     specs: Sequence[Any] | None = None,
     *,
     dump: Path,
-    options: dict[str, Any] | None = None,
 ) -> Program:
     """Compile a function for a mesh.
 
@@ -220,7 +219,6 @@ def compile_for(
       specs: partition of each argument, or of each of its leaves; None for whole arguments on all
         devices.
       dump: folder that `prepare` was given.
-      options: options of XLA.
     """
     specs = specs or [PartitionSpec()] * len(args)
     placed = [
@@ -234,7 +232,7 @@ def compile_for(
     of_mosaic = dump / _MOSAIC
     with jax.sharding.use_abstract_mesh(where.abstract_mesh), _printing_to(of_mosaic):
         lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
-        text = lowered.compile(compiler_options=options).as_text()
+        text = lowered.compile().as_text()
     shared = _shared_memory(dump)
     sources = [path.read_text() for path in sorted(dump.glob("*.ptx"))]
     sources += re.split(r"^(?=\.version )", of_mosaic.read_text(), flags=re.MULTILINE)

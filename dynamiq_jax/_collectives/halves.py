@@ -64,7 +64,7 @@ class ReduceScatter(_Half):
 
     @override
     def multiple(self, bucket: Bucket) -> int:
-        return bucket.method.granule * bucket.call.topology.chunks_per_worker
+        return bucket.method.granule
 
     @override
     def shape(self, leaf: Array) -> tuple[int, ...]:

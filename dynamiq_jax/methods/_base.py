@@ -37,10 +37,8 @@ class Call:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the bucket: in an all-gather one for each worker."""
-        if self.collective == "all_gather":
-            return self.num_workers
-        return self.topology.num_chunks(self.num_workers)
+        """Chunks of the bucket, one for each worker."""
+        return self.num_workers
 
     @property
     def is_consecutive(self) -> bool:

@@ -74,7 +74,7 @@ class _MX(BlockwiseMethod):
         if not self._shares_scales(call):
             return super().wire_cost(call)
         rows = rows_per_chunk(call.size, call.num_chunks)
-        share = call.num_chunks // call.num_workers * rows * self.format.blocks
+        share = rows * self.format.blocks
         return WireCost(rows * self._codes_alone.row_bytes, call.axis.owners_bytes(share, share))
 
     @override

@@ -46,9 +46,9 @@ class Gathered(NamedTuple):
 class Topology(abc.ABC):
     """A route of chunks between the workers of one axis.
 
-    Worker w owns the chunks from w * chunks_per_worker on: their sums end there. An all-reduce
-    compresses these and gathers the bytes. Every worker, the owner too, decodes the same bytes, so
-    that replicas are bit-identical. The laws of its methods, of four workers:
+    Worker w owns chunk w: its sum ends there. An all-reduce compresses the sum and gathers the
+    bytes. Every worker, the owner too, decodes the same bytes, so that replicas are bit-identical.
+    The laws of its methods, of four workers:
 
     >>> from dynamiq_jax.topologies import Butterfly, Ring
     >>> Ring().steps(4), Butterfly().steps(4)  # one after the other
@@ -103,11 +103,6 @@ class Topology(abc.ABC):
         return sum(count * energy(k) for count, k in compressed) / energy(num_workers)
 
     @property
-    def chunks_per_worker(self) -> int:
-        """Chunks that each worker owns."""
-        return 1
-
-    @property
     def is_loop(self) -> bool:
         """True if hops are a loop. A compiler runs no other computation during a loop."""
         return False
@@ -134,17 +129,13 @@ class Topology(abc.ABC):
             + "topology='ring' or 'all_to_all', which support every size."
         )
 
-    def num_chunks(self, num_workers: int) -> int:
-        """Return the number of chunks of a bucket, a multiple of the number of workers."""
-        return num_workers * self.chunks_per_worker
-
     def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
         """Return the bytes that each worker sends in an all-reduce.
 
         A worker sends the statistics, the payloads up to the arrivals, and as many payloads to
         gather the sums.
         """
-        gathered = (num_workers - 1) * self.chunks_per_worker * cost.payload_bytes
+        gathered = (num_workers - 1) * cost.payload_bytes
         return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered
 
     def bytes_scattered(self, cost: WireCost, num_workers: int) -> int:
@@ -152,7 +143,7 @@ class Topology(abc.ABC):
 
         It sends one payload for each chunk that another worker owns, the fewest possible.
         """
-        return cost.bytes_scattered((num_workers - 1) * self.chunks_per_worker)
+        return cost.bytes_scattered(num_workers - 1)
 
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
         """Run everything up to the payloads of all sums, on all workers."""

@@ -76,7 +76,7 @@ class Marsit(ChunkedMethod):
         message = rows * row_bytes(1) + _WEIGHT_BYTES
         if self.scale is not None:
             return WireCost(message)
-        means = 2 * (call.num_chunks * rows // call.num_workers)  # bytes, of bfloat16
+        means = 2 * rows  # bytes, of bfloat16
         returned = 0 if call.collective == "all_gather" else means
         return WireCost(message, call.axis.owners_bytes(means, returned))
 

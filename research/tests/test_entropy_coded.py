@@ -29,7 +29,6 @@ PATCHED = dataclasses.replace(RANS, coder="patched")
 TOPOLOGIES = {
     "ring": Ring(),
     "unrolled": Ring(unroll=True),
-    "two_way": Ring(bidirectional=True, unroll=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
@@ -69,7 +68,7 @@ def bits(array) -> np.ndarray:
         (RANS, "ring"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((PATCHED, "unrolled"), (PATCHED, "two_way"), (PATCHED, "all_to_all"))
+            for each in ((PATCHED, "unrolled"), (PATCHED, "all_to_all"))
         ),
         pytest.param(RANS, "unrolled", marks=pytest.mark.slow),
     ],
@@ -112,8 +111,8 @@ def test_error_feedback_keeps_what_thc_leaves_out():
 
 @pytest.mark.parametrize(
     ("method", "topology"),
-    ((PATCHED, "unrolled"), (PATCHED, "two_way")),
-    ids=("unrolled", "two_way"),
+    ((PATCHED, "unrolled"),),
+    ids=("unrolled",),
 )
 @pytest.mark.slow
 def test_the_report_is_the_compiled_program(data_mesh, method, topology):

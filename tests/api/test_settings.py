@@ -27,7 +27,6 @@ NUM_WORKERS, SHAPE = 4, (24, 256)
 NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
 TOPOLOGIES = {
     "ring": Ring(),
-    "bidirectional": Ring(bidirectional=True),
     "unrolled": Ring(unroll=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),

@@ -19,7 +19,6 @@ N = 4
 KEY = jax.random.key(11)
 TOPOLOGIES = {
     "ring": Ring(),
-    "bidirectional": Ring(bidirectional=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }

@@ -15,7 +15,6 @@ from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
 from tests.support.gradients import of_workers
 from tests.support.hlo import PRESETS, SIZE, TREE, compiled_collectives
-from tests.support.workers import TWO_WIDTHS
 
 NUM_WORKERS = 8
 WHOLE = dq.Compression(specs=P())  # leaves on every device
@@ -62,25 +61,6 @@ def test_the_report_is_the_compiled_program(data_mesh, preset):
     hops = [c for c in compressed if c.looped]
     assert [c.kind for c in hops] == ["collective-permute"]
     assert hops[0].result_bytes == cost(method).payload_bytes
-
-
-def test_a_bidirectional_ring_sends_half_of_the_bytes_each_way(data_mesh):
-    topology = Ring(bidirectional=True)
-    report = dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression("bf16", topology))
-    found = compiled_collectives(data_mesh(NUM_WORKERS), TREE, dq.methods.BF16(), topology)
-    hops = [c for c in found if c.kind == "collective-permute"]
-    payload = cost(dq.methods.BF16(), topology).payload_bytes
-    assert {c.result_bytes for c in hops} == {payload}
-    # Two in the loop, which runs n - 2 times, and one of each direction outside.
-    assert sorted(c.looped for c in hops) == [False, False, True, True]
-    assert report.compressed_bytes == 4 * (NUM_WORKERS - 1) * payload
-    # With statistics and scales too, both directions together send what one would.
-    for method in (dq.DynamiQ(), TWO_WIDTHS, dq.methods.BF16()):
-        both, one_way = (
-            dq.wire_report(TREE, NUM_WORKERS, method=dq.Compression(method, t)).compressed_bytes
-            for t in (topology, Ring())
-        )
-        assert both == pytest.approx(one_way, rel=1e-3)
 
 
 @pytest.mark.parametrize("preset", ("default", "paper"))

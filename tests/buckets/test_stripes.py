@@ -95,7 +95,6 @@ def test_buckets_are_alike_and_hardly_larger_than_asked_for(sizes, bucket_bytes)
     ("topology", "is_striped"),
     (
         (Ring(), True),
-        (Ring(bidirectional=True), True),
         (Ring(unroll=True), False),
         (AllToAll(), False),
         (Butterfly(), False),

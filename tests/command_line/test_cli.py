@@ -57,9 +57,9 @@ def test_every_method_and_topology_can_be_written(method, topology):
 
 
 def test_options_reach_method_and_topology():
-    setting = parse_setting("dynamiq:4.5:ring:rounding=independent:bidirectional=True")
+    setting = parse_setting("dynamiq:4.5:ring:rounding=independent:unroll=True")
     assert (setting.method.bits, setting.method.rounding) == (4.5, "independent")
-    assert setting.topology == Ring(bidirectional=True)
+    assert setting.topology == Ring(unroll=True)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_options_reach_method_and_topology():
         ("dynamiq:widths={[]}", r": widths='{\[\]}' is not a tuple"),
         ("dynamiq:rounding='up'", ": rounding='up' is not possible. Give one of"),
         ("exact:ring:unroll=x", ": unroll='x' is not possible. Give True or False"),
-        ("exact:bidirectional=1", ": bidirectional=1 is not possible. Give True or False"),
+        ("exact:unroll=1", ": unroll=1 is not possible. Give True or False"),
         ("", " is not known"),
     ],
 )

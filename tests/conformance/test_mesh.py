@@ -87,9 +87,7 @@ def hosts_case(topology: str, method: Method, **fields: Any) -> Case:
 
 CASES = {
     "ring": topology_case("ring"),
-    "both ways": Case(summing(STOCHASTIC, "ring:bidirectional=True"), None, check_vma=False),
     "unrolled": topology_case("ring:unroll=True"),
-    "unrolled both ways": topology_case("ring:unroll=True:bidirectional=True"),
     "butterfly": topology_case("butterfly", check_vma=False),
     "all to all": topology_case("all_to_all", TWO_WIDTHS),
     "all to all unchecked": topology_case("all_to_all", check_vma=False),

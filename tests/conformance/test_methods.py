@@ -306,12 +306,12 @@ class Turns(ChunkedMethod):
         )
 
 
-@pytest.mark.parametrize("topology", (Ring(), Ring(bidirectional=True), Butterfly(), AllToAll()))
+@pytest.mark.parametrize("topology", (Ring(), Butterfly(), AllToAll()))
 def test_no_two_compressions_of_a_chunk_share_a_turn(topology):
     """Rounding noise of the same turn would be the same: errors would add up and not cancel. Error
     feedback has one compression more, of each worker's own values.
     """
-    chunks = topology.num_chunks(NUM_WORKERS)
+    chunks = NUM_WORKERS
     call = call_on(chunks, NUM_WORKERS, topology, feedback=True)
 
     def local(values):

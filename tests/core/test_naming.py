@@ -70,8 +70,6 @@ def test_options_after_a_name_change_its_fields(text, method):
 
 def test_options_of_a_topology():
     assert resolve_topology("ring:unroll=True") == Ring(unroll=True)
-    both = Ring(bidirectional=True, unroll=True)
-    assert resolve_topology("ring:unroll=True:bidirectional=True") == both
 
 
 @pytest.mark.parametrize("strategy", (dq.DynamiQ(bits=4.0), ErrorFeedback(inner=dq.methods.BF16())))

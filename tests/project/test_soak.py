@@ -22,7 +22,7 @@ def test_rounds_have_all_that_the_soak_is_for():
     assert {(each.processes, each.devices) for each in rounds} == {(2, 1), (2, 2), (3, 1), (3, 2)}
     assert {len(program.collectives) for program in programs} == {2, 3, 4}
     assert {each.topology for each in collectives} == {
-        *("ring", "ring:bidirectional=True", "ring:unroll=True", "butterfly", "all_to_all")
+        *("ring", "ring:unroll=True", "butterfly", "all_to_all")
     }
     assert {each.after is None for each in collectives} == {True, False}
     assert {each.signal for r in rounds if (each := r.kill)} == {"SIGKILL", "SIGTERM"}

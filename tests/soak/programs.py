@@ -152,7 +152,7 @@ def _random_collective(
     else:
         axes = mesh if kind == COMPRESS else choice.choice((mesh, mesh, mesh[:1]))
     workers = sizes[axes[0]]
-    topologies = ["ring", "ring:bidirectional=True", "all_to_all", "ring:unroll=True"]
+    topologies = ["ring", "all_to_all", "ring:unroll=True"]
     if workers & (workers - 1) == 0:
         topologies.append("butterfly")
     if kind in HALVES:

@@ -31,7 +31,6 @@ HIERARCHICAL = ("hosts", "local")
 CASES = {
     "ring": ("data", sum_by(TWO_WIDTHS)),
     "butterfly": ("data", sum_by(STOCHASTIC, topology="butterfly")),
-    "bidirectional": ("data", sum_by(STOCHASTIC, topology="ring:bidirectional=True")),
     "all_to_all": ("data", sum_by(STOCHASTIC, topology="all_to_all")),
     "hierarchical": (HIERARCHICAL, sum_by(STOCHASTIC)),
     "halves": ("data", sum_in_halves),

@@ -22,17 +22,13 @@ from tests.support.workers import TWO_WIDTHS, mesh_program, simulated
 
 TOPOLOGIES = {
     "ring": Ring(),
-    "bidirectional": Ring(bidirectional=True),
     "unrolled": Ring(unroll=True),
-    "unrolled_bidirectional": Ring(unroll=True, bidirectional=True),
     "butterfly": Butterfly(),
     "all_to_all": AllToAll(),
 }
 SIZES = {
     "ring": (2, 3, 4, 5, 8),
-    "bidirectional": (2, 3, 5, 8),
     "unrolled": (2, 5),
-    "unrolled_bidirectional": (2, 5),
     "butterfly": (2, 4, 8),
     "all_to_all": (2, 3, 5, 8),
 }
@@ -97,23 +93,17 @@ def on_workers(n: int, fn):
 def turns_of(name: str, chunks: int, n: int) -> np.ndarray:
     """Turns of the wire format, [chunks, workers]."""
     chunk, worker = np.indices((chunks, n))
-    owner = chunk // TOPOLOGIES[name].chunks_per_worker
-    forward, backward = (worker - owner - 1) % n, (owner - worker - 1) % n
-    both_ways = np.where(chunk % 2 == 0, forward, backward)
     return {
-        "bidirectional": both_ways,
-        "unrolled_bidirectional": both_ways,
-        "butterfly": n - 1 - (worker ^ owner),
-        "all_to_all": backward,
-    }.get(name, forward)
+        "butterfly": n - 1 - (worker ^ chunk),
+        "all_to_all": (chunk - worker - 1) % n,
+    }.get(name, (worker - chunk - 1) % n)
 
 
 @pytest.mark.sampled(2)
 @every_size
 def test_every_chunk_holds_every_worker_once_and_every_turn_is_that_of_the_wire_format(name, n):
     topology = TOPOLOGIES[name]
-    chunks = topology.num_chunks(n)
-    codec = Counted(n, chunks)
+    chunks, codec = n, Counted(n, n)
 
     def both(axis):
         return topology.all_reduce(codec, axis).decode(), topology.reduce_scatter(codec, axis)
@@ -151,13 +141,13 @@ class WithSums(Counted):
         return CountedSums(num_workers, self.chunks)
 
 
-@pytest.mark.parametrize("name", ("ring", "bidirectional", "butterfly", "all_to_all"))
+@pytest.mark.parametrize("name", ("ring", "butterfly", "all_to_all"))
 def test_only_an_all_to_all_has_sums_encoded_by_a_codec_of_their_own(name):
     n, codecs = 4, []
 
     def reduce(axis):
         topology = TOPOLOGIES[name]
-        gathered = topology.all_reduce(WithSums(n, topology.num_chunks(n)), axis)
+        gathered = topology.all_reduce(WithSums(n, n), axis)
         codecs.append(gathered.codec)
         return gathered.decode()
 
@@ -183,17 +173,16 @@ def test_sums_are_right_and_padding_is_cut_off(name):
     )
 
 
-@pytest.mark.parametrize("bidirectional", (False, True))
-def test_an_unrolled_ring_is_the_ring_without_a_loop(bidirectional):
+def test_an_unrolled_ring_is_the_ring_without_a_loop():
     n = 5
 
     def loops(topology):
-        codec, axis = Counted(n, topology.num_chunks(n)), Axis("data", n)
+        codec, axis = Counted(n, n), Axis("data", n)
         run = jax.vmap(lambda _: topology.all_reduce(codec, axis).decode(), axis_name="data")
         return jax.jit(run).lower(jnp.zeros(n)).as_text().count("stablehlo.while")
 
-    assert loops(Ring(bidirectional=bidirectional)) == 1
-    assert loops(Ring(bidirectional=bidirectional, unroll=True)) == 0
+    assert loops(Ring()) == 1
+    assert loops(Ring(unroll=True)) == 0
 
 
 # -------------------------------------------------------------------------- collectives of an axis
@@ -244,9 +233,7 @@ def test_every_name_makes_its_topology():
     for name, kind in topologies.TOPOLOGIES.items():
         assert type(resolve_topology(name)) is kind
         assert issubclass(kind, topologies.Topology)
-    assert resolve_topology("ring:unroll=True:bidirectional=True") == Ring(
-        unroll=True, bidirectional=True
-    )
+    assert resolve_topology("ring:unroll=True") == Ring(unroll=True)
     assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
 
 

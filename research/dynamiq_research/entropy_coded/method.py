@@ -89,8 +89,7 @@ class EntropyCoded(ChunkedMethod):
             count * (last - codes(workers).num_bytes)
             for count, workers in call.topology.compressions(n)[:-1]
         )
-        each = call.topology.chunks_per_worker
-        return CostByTurn(cost.payload_bytes, cost.statistics_bytes, saved * each)
+        return CostByTurn(cost.payload_bytes, cost.statistics_bytes, saved)
 
     @override
     def bind(self, values: Array, call: Call, key: Array) -> "CodedChunks":

@@ -28,7 +28,7 @@ def num_carried(method: Method, call: Call) -> int:
     num_workers, topology = call.num_workers, call.topology
     is_direct = len(topology.compressions(num_workers)) <= 2
     has_other_order = is_direct and method.reorders_sums(num_workers)
-    if topology.chunks_per_worker > 1 or has_other_order:
+    if has_other_order:
         return 0
     return method.layout(call.size, call.num_chunks).rows_per_chunk
 

@@ -88,8 +88,7 @@ class ScatterMean(_Half):
         worker: Array | int = 0
         for axis in (*reversed(axes.fast), axes.slow):  # in the order of the two scatters
             worker = worker * axis.size + axis.index
-        each = call.topology.chunks_per_worker
-        places = dealing.places(worker * each + jnp.arange(each, dtype=jnp.int32))
+        places = dealing.places(jnp.reshape(worker, 1))
         # A method may decode padding to other values than zero. Norms of gradients exclude it.
         is_padding = places >= bucket.size
         mean = scattered.values * np.float32(1 / axes.num_workers)
@@ -141,7 +140,7 @@ class GatherMean(_Half):
 
 def shard_size(bucket: Bucket) -> int:
     """Return the coordinates of a worker's shard of a bucket, padding included."""
-    each = bucket.call.topology.chunks_per_worker * bucket.method.granule
+    each = bucket.method.granule
     return -(-bucket.call.size // (bucket.call.num_workers * each)) * each
 
 

@@ -102,7 +102,7 @@ class THC(ChunkedMethod):
     @override
     def wire_cost(self, call: Call) -> WireCost:
         layout = self.layout(call)
-        norms = 2 * call.num_chunks // call.num_workers * layout.blocks_per_chunk
+        norms = 2 * layout.blocks_per_chunk
         if call.collective == "all_gather":
             statistics = (call.num_workers - 1) * (norms + _KEY_BYTES)
         else:
