@@ -85,7 +85,6 @@ METHODS = {
     "dynamiq groups of 8": dq.DynamiQ(bits=6.0, group_size=8),
     "dynamiq uniform": dq.DynamiQ(gap_ratio=1),
     "mxfp8 e5m2": methods.MXFP8(element="e5m2"),
-    "mxfp8 shared": methods.MXFP8(shared_scale=True),
 } | {name: methods.resolve_method(name) for name in NAMES}
 METHODS["ef+powersgd"] = methods.resolve_method("ef+powersgd:rank=2")
 NEEDS_STATE = ("powersgd", "omnireduce", "split_sketch", "ef+", "ef21m+", "gc+")
@@ -160,9 +159,7 @@ def cases() -> list[Case]:
         known += [Case(function, method), Case(function, method, "all_to_all")]
     for topology in TOPOLOGIES:
         known += [Case("pmean", m, topology, 8, "mixed") for m in ("dynamiq", "bf16", "thc")]
-        known += [
-            Case("psum_scatter", m, topology) for m in ("dynamiq", "exact", "thc", "mxfp8 shared")
-        ]
+        known += [Case("psum_scatter", m, topology) for m in ("dynamiq", "exact", "thc", "mxfp8")]
     for dtype in ("bfloat16", "float16", "hostile"):
         known += [Case("pmean", m, tree=dtype) for m in ("dynamiq", "paper", "mxfp6", "blockint")]
     known += [

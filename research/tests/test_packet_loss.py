@@ -145,7 +145,7 @@ CODECS = {
     "dynamiq": (dq.DynamiQ(bits=5.0), 256 * 6),
     "dynamiq with rows of no bits": (dq.DynamiQ(bits=2.6, widths=(0, 2, 8)), 256 * 6),
     "blockint": (resolve_method("blockint:6"), 256 * 2),
-    "mxfp6 with shared scales": (resolve_method("mxfp6:shared_scale=True"), 256 * 2),
+    "mxfp6": (resolve_method("mxfp6"), 256 * 2),
     "flash": (resolve_method("flash_communication:3:spikes=False"), 256 * 2),
     "thc": (resolve_method("thc:block=256"), 256 * 2),
     "marsit": (resolve_method("marsit"), 256 * 3),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import MXFP8, BlockInt, ErrorFeedback, Method, resolve_method
+from dynamiq_jax.methods import BlockInt, ErrorFeedback, Method, resolve_method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,6 @@ PRODUCT = {
     "mxfp6": mx("mxfp6", 9e-4, 2.2e-3, mesh=()),
     "mxfp4": mx("mxfp4", 1.5e-2, 4e-2, mesh=("ring",)),
     "mxint8": mx("mxint8", 1e-4, 2.6e-4, mesh=()),
-    "mxfp8_shared": Row(
-        method=MXFP8(shared_scale=True), error=(7e-4, 1.7e-3), reach=32, stays=True
-    ),
     # On a mesh it has two widths, in `test_mesh.py`.
     "dynamiq": Row(
         method=dq.DynamiQ(), error=(9e-4, 1.9e-3), key="noise", bias=0.04, reach=256, mesh=()

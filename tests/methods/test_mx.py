@@ -4,7 +4,6 @@ promised.
 `test_methods.py` has what every method owes: replicas, NaN and Inf, errors of sums, bytes.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -12,13 +11,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
-from dynamiq_jax.methods._minifloat import ELEMENTS
-from dynamiq_jax.topologies import Ring
 from pallas_kernels.codec import packing
 from tests.support import oracle
 from tests.support.gradients import of_workers
@@ -37,16 +34,11 @@ FORMATS = {  # method, type of the elements, largest magnitude, emax, bits of ma
 every_format = pytest.mark.parametrize("name", FORMATS)
 # With and without codes for Inf, widest and narrowest, both ways to write a sign.
 some_formats = pytest.mark.parametrize("name", ("e5m2", "e2m1", "int8"))
-sharing = pytest.mark.parametrize("shared", (False, True), ids=("rescaled", "shared"))
-
-
-def method_of(name: str, shared: bool = False):
-    return dataclasses.replace(FORMATS[name][0], shared_scale=shared)
 
 
 @functools.cache
-def psum(name: str, shared: bool):
-    method = method_of(name, shared)
+def psum(name: str):
+    method = FORMATS[name][0]
     return simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
 
 
@@ -129,7 +121,7 @@ def test_two_workers_get_the_sum_that_the_standard_gives(name):
     received = np.concatenate([second[:2], first[2:]]).astype(np.float32)
     own = np.concatenate([values[0, :512], values[1, 512:]]).reshape(4, 256)
     expected = decode_blocks(*encode_blocks(received + own, name), name).reshape(-1)
-    np.testing.assert_array_equal(psum(name, False)(KEY, values)[0], expected.astype(np.float32))
+    np.testing.assert_array_equal(psum(name)(KEY, values)[0], expected.astype(np.float32))
 
 
 # ------------------------------------------------------------------------------------- errors
@@ -137,8 +129,7 @@ def test_two_workers_get_the_sum_that_the_standard_gives(name):
 
 @pytest.mark.sampled(2)
 @some_formats
-@sharing
-def test_exponents_of_blocks_do_not_change_errors(name, shared):
+def test_exponents_of_blocks_do_not_change_errors(name):
     """No absolute epsilon: gradients of 1e-30 are those of one, and a block has a scale for
     itself.
     """
@@ -146,68 +137,23 @@ def test_exponents_of_blocks_do_not_change_errors(name, shared):
     values = np.where(np.abs(values) < 1e-6, 0, values)
     powers = np.repeat(np.random.default_rng(0).integers(-80, 80, SIZE // 32), 32)
     scaled = np.ldexp(values, powers).astype(np.float32)
-    expected = np.ldexp(np.asarray(psum(name, shared)(KEY, values)[0]), powers)
-    np.testing.assert_array_equal(psum(name, shared)(KEY, scaled)[0], expected)
+    expected = np.ldexp(np.asarray(psum(name)(KEY, values)[0]), powers)
+    np.testing.assert_array_equal(psum(name)(KEY, scaled)[0], expected)
     assert np.any(expected)
-
-
-@functools.cache
-def shared_sums(name: str, topology):
-    """Return a function of (key, values) to the sums, and to the scales that all workers agree on,
-    one for each block.
-    """
-    method = method_of(name, True)
-
-    def local(key, flat):
-        call = call_on(flat.size, jax.lax.axis_size("data"), topology)
-        scales = method._agree_on_scales(call.local_chunks(flat, 256).values, call.axis)
-        return method.all_reduce(flat, call, key, ()).total, scales.reshape(-1)
-
-    return simulated(local)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("name", "topology", "num_workers"),
-    (
-        *(("e4m3", "ring", 5), ("e3m2", "ring", 4), ("e2m1", "all_to_all", 8)),
-        ("int8", Ring(unroll=True), 4),
-    ),
-)
-@given(seed=st.integers(0, 2**32 - 1), low=st.sampled_from((-1.0, 0.5, 0.99)))
-@settings(max_examples=10)
-def test_shared_scales_never_saturate(name, topology, num_workers, seed, low):
-    """Values of one sign at the top of their binade are the worst. Each compression is off by half
-    a step of the binade below 2^emax, which none of the sums leaves, and the largest need it.
-    """
-    _, _, _, emax, mantissa_bits = FORMATS[name]
-    emin = ELEMENTS[name].min_exponent
-    rng = np.random.default_rng(seed)
-    size = 512 * num_workers  # up to two chunks for each worker
-    values = rng.uniform(low, 1, (num_workers, size)).astype(np.float32)
-    values[:, ::32] = np.float32(1 - 2.0**-24)  # the largest below a power of two
-    sums, scales = (np.asarray(x[0]) for x in shared_sums(name, topology)(KEY, values))
-    steps = np.repeat(np.ldexp(1.0, scales.astype(int) - 127), 32)
-    truth = values.sum(axis=0, dtype=np.float64)
-    half_step = 2.0 ** (max(emax - 1, emin) - 1 - mantissa_bits)
-    assert np.all(np.abs(sums - truth) <= (num_workers + 1) * half_step * steps)
-    assert np.all(np.abs(sums) <= 2.0**emax * steps)
-    assert np.abs(truth / steps).max() > 2.0 ** (emax - 1)
 
 
 # -------------------------------------------------------------------------------- what surfaces
 
 
 @some_formats
-@sharing
-def test_the_whole_range_keeps_its_precision_and_sums_beyond_it_are_not_finite(name, shared):
+def test_the_whole_range_keeps_its_precision_and_sums_beyond_it_are_not_finite(name):
     """Sums next to both ends of float32 are off by no more than those of ones. One block is not
     finite, and no other follows it.
     """
     kept = np.repeat(np.float32([2.0**-120, 1, 2.0**120]), SIZE // 4)
     values = np.tile(np.append(kept, np.full(SIZE // 4, 0.9 * 2.0**127, np.float32)), (4, 1))
     values[1, 777] = np.nan
-    result = np.asarray(psum(name, shared)(KEY, values))
+    result = np.asarray(psum(name)(KEY, values))
     expected = np.where(np.arange(kept.size) // 32 == 777 // 32, np.nan, 4 * kept)
     np.testing.assert_array_equal(result[:, : kept.size], np.tile(expected, (4, 1)))
     assert not np.isfinite(result[:, kept.size :]).any()
@@ -220,5 +166,3 @@ def test_the_whole_range_keeps_its_precision_and_sums_beyond_it_are_not_finite(n
 def test_impossible_fields(cls, element):
     with pytest.raises(ValueError, match=rf"element={element!r} is not possible\. Give one of "):
         cls(element=element)
-    with pytest.raises(ValueError, match=r"shared_scale=1 is not possible\. Give True or False\.$"):
-        cls(shared_scale=1)
