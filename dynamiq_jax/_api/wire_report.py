@@ -48,7 +48,6 @@ class WireReport:
     bits: float  # bits per compressed coordinate in one pass over the link; nan if there is none
     ratio_f32: float  # bytes of a float32 all-reduce of the tree / bytes_per_worker; nan if 0
     ratio_bf16: float  # the same against bfloat16
-    exact_leaves: tuple[tuple[str, str], ...]  # (path, why) of leaves that are summed exactly
     # Every leaf; reports of other methods that send as much are equal.
     leaves: tuple[LeafReport, ...] = dataclasses.field(compare=False, repr=False)
 
@@ -127,7 +126,6 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
         bits=8 * compressed / (axes.passes * compressed_size) if compressed_size else math.nan,
         ratio_f32=4 * coordinates / total if total else math.nan,
         ratio_bf16=2 * coordinates / total if total else math.nan,
-        exact_leaves=tuple((plan.names[index], why) for index, why in plan.exact),
         leaves=tuple(
             LeafReport(
                 path,

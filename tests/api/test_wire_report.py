@@ -83,22 +83,21 @@ def test_one_worker_sends_nothing():
     report = dq.wire_report(TREE, 1)
     assert (report.bytes_per_worker, report.compressed_size) == (0, 0)
     assert np.isnan([report.bits, report.ratio_f32, report.ratio_bf16]).all()
-    assert len(report.exact_leaves) == len(TREE)
+    assert all(leaf.why_exact for leaf in report.leaves) and len(report.leaves) == len(TREE)
 
 
 def test_every_exact_leaf_is_listed_with_its_reason():
-    reasons = dict(dq.wire_report(TREE, NUM_WORKERS).exact_leaves)
-    assert reasons.keys() == {"['bias']", "['norm']", "['steps']"}
-    assert "512 elements" in reasons["['bias']"]
-    assert "int32" in reasons["['steps']"]
+    leaves = dq.wire_report(TREE, NUM_WORKERS).leaves
+    reasons = {leaf.path: leaf.why_exact for leaf in leaves if leaf.why_exact}
+    assert reasons.keys() == {"bias", "norm", "steps"}
+    assert "512 elements" in reasons["bias"]
+    assert "int32" in reasons["steps"]
     few = {"w": jax.ShapeDtypeStruct((100,), jnp.float32)}  # one row, but a chunk for each worker
-    (path, reason), *none = dq.wire_report(
-        few, NUM_WORKERS, method=dq.Compression(exact_below=0)
-    ).exact_leaves
-    assert (path, none) == ("['w']", [])
-    assert "100 coordinates over 8 workers" in reason
+    (leaf,) = dq.wire_report(few, NUM_WORKERS, method=dq.Compression(exact_below=0)).leaves
+    assert leaf.path == "w"
+    assert "100 coordinates over 8 workers" in leaf.why_exact
     kept = dq.wire_report(TREE, NUM_WORKERS, method={"^w$": "uncompressed", "": "dynamiq"})
-    assert dict(kept.exact_leaves)["['w']"] == "by the policy"
+    assert {leaf.path: leaf.why_exact for leaf in kept.leaves}["w"] == "by the policy"
     assert (kept.compressed_bytes, kept.compressed_size) == (0, 0)
 
 

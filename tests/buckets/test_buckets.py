@@ -363,4 +363,4 @@ def test_options_are_a_frozen_value_of_keywords():
     few = jax.ShapeDtypeStruct((4096,), jnp.float32)
     of_numpy = dq.Compression(exact_below=np.int64(5000), bucket_bytes=np.int64(1 << 20))
     report = dq.wire_report(few, 2, method=of_numpy)
-    assert report.exact_leaves[0][1] == "4096 elements are fewer than exact_below=5000"
+    assert report.leaves[0].why_exact == "4096 elements are fewer than exact_below=5000"
