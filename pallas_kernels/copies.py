@@ -111,7 +111,6 @@ def copy(sources: Sequence[Array], table: Table, *, fusible: bool = False) -> li
 
     Args:
       sources: at least one array [rows, columns], all of the same rows and dtype.
-      table: what is copied where.
       fusible: whether each piece is an operation that XLA may fuse with others, on CPUs too.
 
     Returns:

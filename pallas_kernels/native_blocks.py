@@ -44,7 +44,6 @@ class NativeBlocks:
           rows: [local chunks * rows, 256], of a floating dtype.
           place: index of the chunk among the local ones.
           chunk: index of the chunk in the bucket.
-          turn: number of this compression of the chunk.
           seed: uint32 [2].
         """
         shape = ((self.payload_bytes,), jnp.uint8)

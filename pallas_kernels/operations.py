@@ -26,10 +26,9 @@ from pallas_kernels.codec import Index, Layout, LocalRows, Places
 
 
 def statistics(rows: Array, *, implementation: str | None = None) -> Array:
-    """Compute the L2 norm of every row, [rows, 256] of a floating dtype.
+    """Compute the L2 norm of every row, [rows, 256] of a floating dtype: float32 [rows].
 
-    Returns:
-      float32 [rows]; the norm of a row that holds NaN or Inf is not finite.
+    The norm of a row that holds NaN or Inf is not finite.
     """
     return choice.run(implementation, Backend.statistics, rows)
 
@@ -60,9 +59,6 @@ def hop(
     """Decode received partial sums of a chunk, add the local rows in float32, and encode the sum.
 
     Without a received message, [0, length], it is `compress`.
-
-    Returns:
-      The message of the new partial sum.
     """
     return choice.run(implementation, Backend.hop, payloads, local, chunk, turn, layout=layout)
 
@@ -121,10 +117,9 @@ def scaled_sums(
 
 
 def energies(payloads: Array, *, layout: Layout, implementation: str | None = None) -> Array:
-    """Compute the energies of the rows of messages from their scales.
+    """Compute energies of rows from the scales of their messages: int32 [count, rows_per_chunk].
 
-    Returns:
-      Logarithms, int32 [count, rows_per_chunk]; see `codec.scales.row_energies`.
+    They are logarithms; see `codec.scales.row_energies`.
     """
     return choice.run(implementation, Backend.energies, payloads, layout=layout)
 

@@ -145,7 +145,6 @@ def make_trial(
     """Make a trial.
 
     Args:
-      quantizer: quantization of all rows.
       widths: widths of the places of a chunk, in any order.
       dtype: of the local rows.
       hard: names of `HARD`; in each chunk, every third place is hard in one of these ways.

@@ -156,11 +156,7 @@ class Advise:
         ]
 
     def question(self) -> Question:
-        """Parse the options.
-
-        Raises:
-          CommandError: an option makes no sense.
-        """
+        """Parse the options."""
         options.check_range("--workers", self.workers, 2, _MOST_WORKERS)
         options.check_range("--devices-per-host", self.devices_per_host, 1)
         if self.workers % self.devices_per_host or self.workers == self.devices_per_host:

@@ -191,11 +191,7 @@ class Verify(OnDevices):
     def _all_reduce(
         self, console: Console, devices: Sequence[jax.Device], size: int
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Sum over all devices, and print a table.
-
-        Returns:
-          Rows of the table, none for a single device, and the warnings of the library.
-        """
+        """Sum over all devices, print a table, and return its rows and the library's warnings."""
         if len(devices) == 1:
             return [], []
         settings = parse_settings(DEFAULTS)

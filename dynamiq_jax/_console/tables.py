@@ -85,11 +85,7 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def warn_unequal(to: Console, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Print a line for each setting for which workers got different bits.
-
-    Returns:
-      The exit status: 1 if there is one.
-    """
+    """Print the settings for which workers got different bits, and return the exit status."""
     broken = [row for row in rows if not row["replicas_equal"]]
     for row in broken:
         to.print(f"[red]{row['setting']}: workers do not hold the same bits[/red]")

@@ -63,7 +63,6 @@ class SumCodec(abc.ABC):
 
         Args:
           payloads: received payloads, stacked on a leading axis.
-          chunk: index of the chunk.
           turn: number of this compression of the chunk, from 0. It differs between any two
             compressions of a chunk on all workers, so that rounding errors can cancel.
         """

@@ -30,9 +30,6 @@ def make(
 
     The hint is added to the error about a word that is not an option. Values of the fields in
     `named` are names, which its functions take.
-
-    Raises:
-      ValueError: an option is not possible.
     """
     name, *options = text.split(":")
     fields, given = field_names(known[name]), dict[str, Any]()

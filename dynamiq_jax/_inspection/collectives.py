@@ -85,7 +85,6 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
 
     Args:
       text: text of an optimized program; empty for none.
-      devices: devices that it runs on.
 
     Raises:
       ProgramError: groups of devices that cannot be.
@@ -166,7 +165,6 @@ def groups_of(line: HloInstruction, count: int) -> np.ndarray:
     Groups of a permutation are pairs.
 
     Args:
-      line: the collective.
       count: number of all devices, which are one group where none is named.
 
     Raises:

@@ -68,7 +68,6 @@ class Devices:
 
         Args:
           groups: numbers of devices, [groups, members], or pairs of sources and targets.
-          route: way of the bytes.
         """
         if self.hosts is None or groups.max() >= len(self.hosts):
             return None

@@ -39,7 +39,6 @@ def train_step(script: Path, arguments: Sequence[str], least: float) -> TrainSte
 
     Args:
       script: path of a Python file, which runs as `__main__`.
-      arguments: its command line.
       least: bytes that each device sends.
     """
 

@@ -102,7 +102,6 @@ def inspect_text(
     """Inspect the text of an optimized HLO program.
 
     Args:
-      text: the text.
       known: facts that the text does not have.
       meshes: meshes that the program may be on, beside those of the records. The largest is taken.
       devices_per_host: see `inspect`.

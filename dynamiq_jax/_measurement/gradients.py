@@ -20,8 +20,6 @@ def worker_gradient(
     """Draw the gradient of one worker, which is the same on every machine.
 
     Args:
-      worker: index of the worker.
-      size: coordinates.
       seed: chooses the gradients of all workers.
       agreement: share of the energy that all workers have in common, 0 to 1.
       octaves: standard deviation of the logarithm of the magnitudes of rows of 256; 2.5 is that of

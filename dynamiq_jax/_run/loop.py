@@ -35,7 +35,6 @@ def send_all(
     """Run a collective on the leaves of one device, one bucket after the other.
 
     Args:
-      plan: the plan.
       leaves: leaves of this device by index; untouched ones may be missing.
       key: typed PRNG key, the same on all workers.
       states: states of the method for every bucket of the plan.

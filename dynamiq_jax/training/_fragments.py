@@ -57,8 +57,6 @@ class Fragments:
 
         Args:
           tree: pytree of arrays, or of anything with `shape` and `dtype`.
-          specs: how each leaf is sharded.
-          count: number of fragments.
 
         Raises:
           ValueError: fewer pieces than fragments.

@@ -57,7 +57,6 @@ def place_rows(
 
     Args:
       norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
-      layout: static layout of the bucket.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
       sort: function that sorts words in place of `sort_words`.
       solve: solver of widths by energies in place of that of the layout.

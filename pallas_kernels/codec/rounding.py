@@ -34,7 +34,6 @@ def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Arr
 
     Args:
       row_ids: uint32 [rows], `chunk * rows_per_chunk + place`.
-      turn: number of this compression of the chunk.
       seed: uint32 [2], the same on all workers.
       rounding: see the module; `nearest` is deterministic and biased.
 
