@@ -58,7 +58,7 @@ class Judge:
                     "round %d: %d of %d changes came in %.0f s. It is decided when they are there."
                 )
                 logger.warning(text, number, len(came), self.at_least, waited)
-                tell_at = 2 * waited + 1
+                tell_at = 2 * waited + 0.1  # seldom, also if no time is given
             time.sleep(files.poll)
 
     def _judged(

@@ -187,8 +187,9 @@ def test_an_island_that_waits_for_a_quorum_says_so_seldom(caplog):
     late.start()
     exchanged([islands[0]], [states[0]], [1])
     late.join()
-    (warning,) = (r.getMessage() for r in caplog.records if "changes came" in r.getMessage())
-    assert warning.startswith("round 0: 1 of 2 changes came in 0 s.")
+    warnings = [r.getMessage() for r in caplog.records if "changes came" in r.getMessage()]
+    assert 1 <= len(warnings) <= 4  # of some hundred looks
+    assert warnings[0].startswith("round 0: 1 of 2 changes came in 0 s.")
 
 
 def test_two_islands_of_one_name_are_told_and_lose_nothing(caplog):
