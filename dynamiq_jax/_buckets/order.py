@@ -9,8 +9,6 @@ differentiated. Its collectives are not ordered with those of its caller, unless
 and returns the next one. Those of a `vmap` are, with all that come behind them.
 """
 
-import functools
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -108,7 +106,8 @@ def token_of(values: Sequence[Array | None]) -> Array | None:
       values: arrays, or None.
     """
     flags = [never(value) for value in values if value is not None and _has_numbers(value)]
-    return functools.reduce(operator.or_, flags).astype(jnp.float32) if flags else None
+    # XLA computes a reduction once. A chain of `or` it would copy into all that wait for the token.
+    return jnp.max(jnp.stack(flags).astype(jnp.float32)) if flags else None
 
 
 def _has_numbers(value: Array) -> bool:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._buckets import order
 from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
 from dynamiq_jax.methods._registry import PRESETS
 from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring, Topology
@@ -278,3 +279,17 @@ def test_every_collective_is_here():
         and {"axis_name", "method"} <= inspect.signature(getattr(dq, name)).parameters.keys()
     }
     assert PROGRAMS.keys() == collective == {case.collective for case in CASES}
+
+
+def test_a_token_is_computed_once_for_all_that_wait():
+    """XLA copies what is cheap into all that use it: compile times would grow with the square."""
+
+    def step(*values):
+        token = order.token_of(values)
+        return [order.after(token, jnp.sin(value)) for value in values]
+
+    values = [jnp.full(64, number, jnp.float32) for number in range(32)]
+    compiled = jax.jit(step).lower(*values).compile()
+    np.testing.assert_array_equal(compiled(*values), jnp.sin(jnp.stack(values)))
+    shifts = compiled.as_text().count(" shift-right-logical(")
+    assert len(values) < shifts <= 3 * len(values)
