@@ -45,4 +45,22 @@ def aot_global_step() -> str:
     return markdown(["devices", "step", "slow axis", "fast axis", "under the backward pass"], rows)
 
 
-ALL = (global_forms, aot_global_step)
+def global_cost() -> str:
+    """Write what exact sums by `dq.compress` cost, over the jitted step."""
+    rows = [
+        [row["name"], *(f"{row[f'{what}_ratio']:.2f}" for what in ("step", "memory", "trace"))]
+        for row in results_of("global_step")["paired"]
+    ]
+    return markdown(["step", "time", "memory", "trace"], rows)
+
+
+def global_compile() -> str:
+    """Write the seconds in which a decoder of 300 arrays is traced, lowered and compiled."""
+    rows = [
+        [f"`{row['way']}`", *(f"{row[what]:.1f} s" for what in ("trace", "lower", "compile"))]
+        for row in results_of("global_step")["compiled"]
+    ]
+    return markdown(["way", "trace", "lower", "compile"], rows)
+
+
+ALL = (global_forms, global_cost, global_compile, aot_global_step)

@@ -4,7 +4,7 @@ real_lm_training.json.
 
 from typing import Any
 
-from benchmarks.real_lm.losses import by_method
+from benchmarks.real_lm.losses import by_method, final
 from benchmarks.real_lm.policies import POLICIES
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
@@ -42,6 +42,26 @@ def real_lm_training() -> str:
 def real_lm_training_muon() -> str:
     """Write losses of fine-tuning with Muon."""
     return _fine_tuning("real_lm_training_muon")
+
+
+def real_lm_distance() -> str:
+    """Write how far fine-tuning ends from the exact run."""
+    rows = results_of("real_lm_distance")
+    exact = next(row for row in rows if row["method"] == "exact")
+    cells = []
+    for row in rows[1:]:
+        apart = row["distance"]
+        cells.append(
+            [
+                f"`{row['method']}`",
+                exponent(row["error"]),
+                f"{final(row) / final(exact) - 1:+.3%}",
+                f"{row['rare'] / exact['rare'] - 1:+.3%}",
+                *(f"{apart[kind]:.3f}" for kind in ("all", "embedding", "mlp", "norm")),
+            ]
+        )
+    header = ["method", "estimated vNMSE", "loss", "of rare tokens"]
+    return markdown([*header, "distance", "embedding", "MLP", "norms"], cells)
 
 
 def _fine_tuning(name: str) -> str:
@@ -89,5 +109,6 @@ ALL = (
     muon_losses,
     real_lm_training,
     real_lm_training_muon,
+    real_lm_distance,
     real_lm_time_to_accuracy,
 )
