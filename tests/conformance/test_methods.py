@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax._core import LocalChunks
 from dynamiq_jax.methods import (
     METHODS,
+    ChunkCodec,
     ChunkedMethod,
     ErrorFeedback,
     Exact,
     Method,
     RecodedChunks,
+    SummedChunks,
     WireCost,
 )
 from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring, Topology
@@ -95,6 +98,18 @@ def test_strategies_are_frozen_hashable_values(cls):
     for field in dataclasses.fields(cls):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(cls(), field.name, None)
+
+
+CODEC = ("compress", "hop", "accumulate", "decompress", "rounded")
+
+
+@pytest.mark.parametrize("missing", CODEC)
+def test_a_codec_without_one_of_its_methods_cannot_be_made(missing):
+    of_codec = dict.fromkeys(CODEC, lambda self, *arguments: None)
+    assert type("Complete", (ChunkCodec,), of_codec)()
+    del of_codec[missing]
+    with pytest.raises(TypeError, match=rf"abstract.*'?{missing}'?"):
+        type("Incomplete", (ChunkCodec,), of_codec)()
 
 
 def test_every_method_has_a_row():
@@ -287,23 +302,58 @@ def test_a_granule_is_that_of_the_method_inside():
     assert {method.granule for method in CASES.values()} == {256}
 
 
+def test_chunks_of_a_part_are_counted_from_its_first():
+    chunks, first = jnp.arange(8.0).reshape(2, 4), 3
+    summed = SummedChunks(encoded=chunks, decode=lambda sums, _: sums, size=20, first=first)
+    for index, expected in enumerate(chunks):
+        chunk = jnp.int32(first + index)
+        np.testing.assert_array_equal(LocalChunks(chunks, 20, first).at(chunk), expected)
+        np.testing.assert_array_equal(summed.compress(chunk, 0), expected)
+
+
+class Packed(Exact):
+    """The same sums, of numbers that travel backwards."""
+
+    def bind(self, values, call, key):
+        return dataclasses.replace(
+            super().bind(values, call, key),
+            pack=lambda numbers: numbers[::-1],
+            unpack=lambda payloads: payloads[:, ::-1],
+        )
+
+
+@pytest.mark.parametrize("topology", ("ring", "all_to_all"))
+def test_numbers_that_are_packed_for_the_way_have_the_same_sum(topology):
+    def local(key, flat, method):
+        return dq.psum(flat, "data", dq.Compression(method, topology), key=key)
+
+    ours, exact = (
+        simulated(functools.partial(local, method=method))(KEY, gradient())
+        for method in (Packed(), Exact())
+    )
+    np.testing.assert_array_equal(ours, exact)
+
+
 # ------------------------------------------------------------------------------------------ turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(ChunkedMethod):
-    """A method whose compressions add 2 to the power of their turn."""
+    """A method whose compressions add 2 to the power of their turn, and whose messages know their
+    chunk.
+    """
 
     def wire_cost(self, call):
         return WireCost(4)
 
     def bind(self, values, call, key):
         def encode(values, chunk, turn):
-            return values + jnp.exp2(jnp.asarray(turn).astype(jnp.float32))
+            return values + jnp.exp2(jnp.asarray(turn).astype(jnp.float32)), jnp.asarray(chunk)
 
-        return RecodedChunks(
-            local=call.local_chunks(values), encode=encode, decode=lambda payload, _: payload
-        )
+        def decode(payload, chunk):
+            return jnp.where(payload[1] == chunk, payload[0], jnp.nan)
+
+        return RecodedChunks(local=call.local_chunks(values), encode=encode, decode=decode)
 
 
 @pytest.mark.parametrize("topology", (Ring(), Butterfly(), AllToAll()))

@@ -16,8 +16,8 @@ covering = jax.jit(covering_step, static_argnums=1)
 pack = jax.jit(BlockFormat.pack, static_argnums=0)
 unpack = jax.jit(BlockFormat.unpack, static_argnums=0)
 FORMATS = (
-    BlockFormat(bits=8, block=32, side_bytes=(2,)),
-    BlockFormat(bits=8, block=32, side_bytes=(1,)),
+    BlockFormat(bits=16, block=32, side_bytes=(2,)),
+    BlockFormat(bits=15, block=32, side_bytes=(1,)),
     BlockFormat(bits=5, block=64, side_bytes=(2, 2, 1)),
     BlockFormat(bits=3, block=256, side_bytes=(1, 2)),
 )

@@ -202,7 +202,9 @@ def test_bits_are_those_promised(method, bits):
     ("options", "says"),
     (
         ({"code_bits": 1}, r"code_bits=1 is not possible\. Give an integer from 2 to 8\."),
+        ({"code_bits": 9}, r"code_bits=9 is not possible"),
         ({"code_bits": 4.0}, r"code_bits=4\.0 is not possible"),
+        ({"block": 64.0}, r"block=64\.0 is not possible"),
         ({"block": 16}, r"block=16 is not possible\. Give one of \(32, 64, 128, 256\)\."),
         ({"rounding": "correlated"}, r"rounding='correlated' .*possible\. Give one of \('near"),
     ),

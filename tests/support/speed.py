@@ -31,7 +31,7 @@ Programs without frames of Python were measured last: 16.8 s for both files, 17.
 (+17%). A second run finds all programs of the first.
 
 `MAX_EXAMPLES` gains in files of many properties: test_scales takes 4.8 s with the 100 examples of
-Hypothesis, and 3.4 s with these (+42%). test_packing takes 3.2 s with either.
+Hypothesis, and 3.4 s with these (+42%).
 """
 
 import contextlib

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from pallas_kernels import message_types
-from pallas_kernels.codec import Layout, levels
+from pallas_kernels.codec import Layout
 from tests.support import oracle
 from tests.support.kernel_cases import small_layout
 
@@ -41,16 +41,6 @@ def test_layouts_follow_the_page(size, num_workers, bits):
 def test_whole_units_are_not_lost_to_rounding():
     """4.9 - 0.375 times 40 rows is 180.99999... in float64."""
     assert dq.DynamiQ(bits=4.9).layout(40 * 256, 1).units == 181
-
-
-@given(size=st.integers(1, 5000), num_chunks=st.integers(1, 4))
-@settings(max_examples=6)
-def test_rows_are_the_coordinates_in_their_order_then_zeros(size, num_chunks):
-    layout = dq.DynamiQ().layout(size, num_chunks)
-    flat = np.arange(1, size + 1, dtype=np.float32)
-    rows = np.asarray(layout.as_rows(flat))
-    np.testing.assert_array_equal(rows, oracle.to_rows(flat, num_chunks))
-    np.testing.assert_array_equal(layout.as_flat(rows), flat)
 
 
 @pytest.mark.parametrize("group_size", (8, 16, 32))
@@ -95,11 +85,3 @@ def test_sections_are_those_of_the_oracle(group_size, seed):
     # Replaced scales leave the codes and the padding alone.
     np.testing.assert_array_equal(swapped, [second, first])
     np.testing.assert_array_equal(replaced, [second, second])
-
-
-def test_every_row_has_the_levels_of_its_width():
-    widths = np.array([16, 9, 9, 3, 2, 0])
-    found = layout_of(6, 4.0).quantizer.levels_of_rows(widths)
-    expected = [levels.make_levels(int(width), "geometric", 2.0) for width in widths]
-    for column, *numbers in zip(*map(jax.tree.leaves, (found, *expected)), strict=True):
-        np.testing.assert_array_equal(column, np.reshape(np.array(numbers, np.float32), (-1, 1)))
