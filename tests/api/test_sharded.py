@@ -9,11 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
-from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, simulated
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, simulated
 
 N = 4
 KEY = jax.random.key(11)
@@ -248,28 +246,16 @@ def test_trees_keep_small_and_integer_leaves_exact():
     assert 1e-6 < vnmse(whole["w"][0], tree["w"].sum(axis=0)) < 1e-4
 
 
-def test_the_halves_send_the_bytes_of_an_all_reduce(data_mesh):
-    """Compiled: n - 1 messages to scatter, one gather, and the statistics of each."""
-    shape = (N * 256, 1024)
+@pytest.mark.parametrize("method", (TWO_WIDTHS, STOCHASTIC))
+def test_the_halves_cost_as_much_as_an_all_reduce_but_for_statistics_of_each(method):
+    def cost(collective):
+        return method.wire_cost(call_on(N * 2**18, N, collective=collective))
 
-    def halves(g):
-        part = dq.psum_scatter(g[0], "data", key=KEY, tiled=True, method=TWO_WIDTHS)
-        return dq.all_gather(part, "data", key=KEY, tiled=True, to="invarying", method=TWO_WIDTHS)
-
-    stacked = jax.ShapeDtypeStruct((N, *shape), jnp.float32)
-    mapped = jax.shard_map(halves, mesh=data_mesh(N), in_specs=P("data"), out_specs=P())
-    hlo = jax.jit(mapped).lower(stacked).compile().as_text()
-    sent = 0.0
-    for c in collectives(hlo):
-        assert c.dtypes <= {"u8", "u16"}
-        loops = {"collective-permute": N - 2 if c.looped else 1}.get(c.kind, (N - 1) / N)
-        sent += c.result_bytes * loops
-    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    report = dq.wire_report({"w": leaf}, N, method=TWO_WIDTHS)
-    call = Call(size=leaf.size, axis=Axis("data", N), topology=Ring(), collective="all_gather")
-    of_gather = TWO_WIDTHS.wire_cost(call)
-    assert of_gather.statistics_bytes == 2 * (N - 1) * 1024  # two bytes a row, of every worker
-    assert sent == report.compressed_bytes + of_gather.statistics_bytes
+    half, other, whole = map(cost, ("psum_scatter", "all_gather", "all_reduce"))
+    assert half.payload_bytes == other.payload_bytes == whole.payload_bytes
+    assert half.statistics_bytes == whole.statistics_bytes
+    # Two bytes a row, of every worker.
+    assert other.statistics_bytes == (2 * (N - 1) * 1024 if method == TWO_WIDTHS else 0)
 
 
 @pytest.mark.parametrize(

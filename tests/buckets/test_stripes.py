@@ -20,7 +20,7 @@ from tests.support.buckets import plan_of
 from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, OfShapes, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, OfShapes, on_mesh, simulated
 
 KEY = jax.random.key(3)
 striped = functools.partial(dq.Compression, bucketing="striped", exact_below=0)
@@ -265,35 +265,6 @@ def test_leaves_of_a_half_share_one_budget():
     one = error()
     assert 0.9 * one < error(bucket_bytes=4 * LEAF) < 1.1 * one
     assert error(bucket_bytes=4 * LEAF, bucketing="in_order") > 5 * one
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("method", "with_metrics"),
-    ((TWO_WIDTHS, True), ("bf16", True), ("mxfp8", False)),
-    ids=("dynamiq", "bf16", "mxfp8"),
-)
-def test_bytes_of_the_program_are_those_of_the_report(data_mesh, method, with_metrics):
-    tree = {"a": (3 * LEAF + 5,), "b": (999, 70), "bias": (100,)}
-    shapes = {name: jax.ShapeDtypeStruct((4, *shape), jnp.float32) for name, shape in tree.items()}
-    choice = dq.Compression(method, Ring(unroll=True), bucket_bytes=4 * LEAF, bucketing="striped")
-
-    def local(key, stacked):
-        own = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(own, "data", choice, key=key, with_metrics=with_metrics)
-
-    mapped = jax.shard_map(local, mesh=data_mesh(4), in_specs=(P(), P("data")), out_specs=P())
-    found = collectives(jax.jit(mapped).lower(KEY, shapes).compile().as_text())
-    own = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
-    report = dq.wire_report(own, 4, choice, with_metrics=with_metrics)
-    count = len(report.leaves[0].buckets)
-    assert count == 6  # five have a divisor in common with 70 columns
-    assert report.leaves[0].buckets == report.leaves[1].buckets == tuple(range(count))
-    assert report.compressed_size == 3 * LEAF + 5 + 999 * 70
-    # The loop over the stripes is the only one, and runs `count` times; `looped` says 3 times.
-    sent = sum(c.sent_bytes(4) / (3 if c.looped else 1) * (count if c.looped else 1) for c in found)
-    assert sent == pytest.approx(report.bytes_per_worker, abs=2 * count)
-    assert sum(c.kind == "all-gather" and c.looped for c in found) >= 1
 
 
 def test_stripes_share_one_codec_and_no_memory_is_needed_for_values_and_results(data_mesh):

@@ -26,8 +26,18 @@ HALF = {"w": (96, 256)}
 Local = Callable[[jax.Array, Any], Any]
 
 
-def summing(method: Method, topology: Any = "ring", axes: Any = "data", by: Any = dq.psum) -> Local:
+def summing(method: Any, topology: Any = "ring", axes: Any = "data", by: Any = dq.psum) -> Local:
     return lambda key, tree: by(tree, axes, dq.Compression(method, topology), key=key)
+
+
+def measuring(how: dq.Compression) -> Local:
+    """Return a mean, and metrics of it."""
+
+    def local(key: jax.Array, tree: Any) -> Any:
+        mean, metrics = dq.pmean(tree, "data", how, key=key, with_metrics=True)
+        return mean | {name: metrics[name] for name in ("bytes", "error")}
+
+    return local
 
 
 def scattering(method: Method, topology: str) -> Local:
@@ -44,9 +54,11 @@ def shapes_of(tree: dict[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruc
     return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in tree.items()}
 
 
-def report_of(method: Method, topology: Any = "ring", *, workers: Any = 4, tree: Any = None) -> int:
-    shapes = shapes_of(tree or VECTOR)
-    return dq.wire_report(shapes, workers, method=dq.Compression(method, topology)).bytes_per_worker
+def report_of(
+    method: Any, topology: Any = "ring", *, workers: Any = 4, tree: Any = None, **options: Any
+) -> dq.reports.WireReport:
+    how = dq.Compression(method, topology)
+    return dq.wire_report(shapes_of(tree or VECTOR), workers, how, **options)
 
 
 def half_of(method: Method, collective: str, topology: str, parts: int) -> int:
@@ -57,10 +69,11 @@ def half_of(method: Method, collective: str, topology: str, parts: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One collective on one mesh, and the bytes of its slow axis, if no loop hides their number."""
+    """One collective on one mesh, and the bytes of its slow and of its fast axis."""
 
     local: Local
-    sent: int | None
+    sent: float
+    fast: float = 0
     workers: tuple[int, ...] = (4,)
     tree: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=lambda: VECTOR)
     check_vma: bool = True
@@ -71,18 +84,34 @@ class Case:
         return ("data",) if len(self.workers) == 1 else ("hosts", "local")
 
 
+def case_of(local: Local, report: dq.reports.WireReport, **fields: Any) -> Case:
+    return Case(local, report.bytes_per_worker, report.fast_bytes, **fields)
+
+
 def topology_case(topology: str, method: Method = STOCHASTIC, **fields: Any) -> Case:
-    return Case(summing(method, topology), report_of(method, topology), **fields)
+    return case_of(summing(method, topology), report_of(method, topology), **fields)
 
 
-def tree_case(workers: int, **fields: Any) -> Case:
-    sent = report_of(STOCHASTIC, workers=workers, tree=TREE)
-    return Case(summing(STOCHASTIC), sent, (workers,), TREE, **fields)
+def tree_case(workers: int, method: Any = STOCHASTIC, **fields: Any) -> Case:
+    report = report_of(method, workers=workers, tree=TREE)
+    return case_of(summing(method), report, workers=(workers,), tree=TREE, **fields)
 
 
-def hosts_case(topology: str, method: Method, **fields: Any) -> Case:
-    sent = report_of(method, topology, workers=(2, 4))
-    return Case(summing(method, topology, ("hosts", "local")), sent, (2, 4), **fields)
+def hosts_case(topology: str, **fields: Any) -> Case:
+    report = report_of(STOCHASTIC, topology, workers=(2, 4))
+    local = summing(STOCHASTIC, topology, ("hosts", "local"))
+    return case_of(local, report, workers=(2, 4), **fields)
+
+
+def striped_case(stripe: int) -> Case:
+    """A loop over three stripes, as long as that of a ring of four workers."""
+    tree = {"a": (2 * stripe - 5,), "b": (40_000,)}
+    how = dq.Compression(
+        STOCHASTIC, "ring:unroll=True", bucket_bytes=4 * stripe, bucketing="striped"
+    )
+    report = dq.wire_report(shapes_of(tree), 4, how, with_metrics=True)
+    assert [leaf.buckets for leaf in report.leaves] == [(0, 1, 2)] * 2
+    return case_of(measuring(how), report, tree=tree)
 
 
 CASES = {
@@ -94,8 +123,10 @@ CASES = {
     "one worker": tree_case(1),
     "three workers unchecked": tree_case(3, check_vma=False),
     "eight workers": tree_case(8),
-    "mean": Case(summing(STOCHASTIC, by=dq.pmean), report_of(STOCHASTIC)),
-    "psum_scatter": Case(
+    "policy": tree_case(4, {"kernel": "blockint", "bias": "uncompressed", "": STOCHASTIC}),
+    "striped with metrics": striped_case(2**16),  # the smallest bucket that leaves are cut for
+    "mean": case_of(summing(STOCHASTIC, by=dq.pmean), report_of(STOCHASTIC)),
+    "psum_scatter unrolled": Case(
         scattering(TWO_WIDTHS, "ring:unroll=True"),
         half_of(TWO_WIDTHS, "psum_scatter", "ring:unroll=True", 1),
         tree=HALF,
@@ -108,12 +139,12 @@ CASES = {
         check_vma=False,
         replicated=False,
     ),
-    "all_gather": Case(
+    "all_gather ring": Case(
         gathering(TWO_WIDTHS), half_of(TWO_WIDTHS, "all_gather", "ring", 4), tree=HALF
     ),
-    "hosts": hosts_case("ring", STOCHASTIC),
-    "hosts butterfly": hosts_case("butterfly", STOCHASTIC, check_vma=False),
-    "hosts all to all": hosts_case("all_to_all", STOCHASTIC),
+    "hosts ring": hosts_case("ring"),
+    "hosts butterfly": hosts_case("butterfly", check_vma=False),
+    "hosts all to all": hosts_case("all_to_all"),
 }
 
 
@@ -128,7 +159,7 @@ def values_of(case: Case) -> dict[str, np.ndarray]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(name):
-    """Along the slow axis, where compressed messages are integers."""
+    """Along a slow axis, where compressed messages are integers, and along fast ones."""
     case = CASES[name]
     devices = jax.devices()[: int(np.prod(case.workers))]
     types = (AxisType.Auto,) * len(case.axes)
@@ -151,7 +182,7 @@ def test_a_mesh_gives_the_bits_of_the_simulation_and_sends_what_is_reported(name
         assert not case.replicated or (replicas == replicas[0]).all()
 
     sent = collectives(compiled.as_text())
-    if len(case.axes) == 2:
-        sent = [c for c in sent if c.dtypes <= {"u8", "u16"}]
-    if case.sent is not None:
-        assert round(sum(c.sent_bytes(case.workers[0]) for c in sent)) == case.sent
+    fast = [c for c in sent if len(case.axes) == 2 and not c.dtypes <= {"u8", "u16"}]
+    slow = [c for c in sent if c not in fast]
+    assert round(sum(c.sent_bytes(case.workers[0]) for c in slow)) == case.sent
+    assert round(sum(c.sent_bytes(case.workers[-1]) for c in fast)) == case.fast

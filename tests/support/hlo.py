@@ -53,6 +53,7 @@ class Collective:
             "all-to-all": (n - 1) / n,
             "all-gather": (n - 1) / n,
             "all-reduce": 2 * (n - 1) / n,
+            "reduce-scatter": n - 1,
         }[self.kind]
         return self.result_bytes * share * (n - 1 if self.looped else 1)
 
