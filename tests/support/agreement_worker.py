@@ -1,13 +1,10 @@
-"""One process of test_agreement.py, and functions that trace collectives of a new name."""
+"""One process of test_agreement.py, and pairs of collectives that differ in one thing."""
 
 import contextlib
-import dataclasses
 import functools
-import threading
-import time
 import unittest.mock
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,16 +16,18 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax import training
 from dynamiq_jax._check import exchange
-from tests.support.hlo import collectives
 
 SIZE = 4096
 LONG = 90.0  # seconds to wait for processes that do come, on a busy machine
-SHORT = 0.5  # seconds to wait, in cases of processes that do not come
+
+
+def worker() -> jax.Array:
+    return jax.lax.axis_index("data").astype(jnp.float32)
 
 
 def tree_of(name: str) -> dict[str, jax.Array]:
     """Values of this worker: the name makes the collective a new one."""
-    return {name: jnp.arange(float(SIZE)).reshape(16, -1) * jax.lax.axis_index("data")}
+    return {name: jnp.arange(float(SIZE)).reshape(16, -1) * worker()}
 
 
 def mean(name: str, *, key: int | jax.Array = 0, **arguments: Any) -> Any:
@@ -41,10 +40,6 @@ def on_mesh(function: Callable[[], Any], mesh: jax.sharding.Mesh | None = None) 
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
     return jax.jit(mapped)
-
-
-def run_mean(name: str, **arguments: Any) -> None:
-    jax.block_until_ready(on_mesh(lambda: mean(name, **arguments))())
 
 
 @contextlib.contextmanager
@@ -64,12 +59,6 @@ def local_sgd(name: str, **fields: Any) -> Any:
     return step.update(params, step.init(params), due=step.due(0))[0]
 
 
-@contextlib.contextmanager
-def without_agreement():
-    with unittest.mock.patch.object(exchange.Exchange, "agree", lambda *args, **how: None):
-        yield
-
-
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ jax.tree.leaves(params)[0]) ** 2)
 
@@ -84,14 +73,14 @@ def compressed(name: str, mesh: jax.sharding.Mesh | None = None, **arguments: An
     return jax.jit(functools.partial(step, params, x))
 
 
-# What one process runs, what the others run, both functions of the name of the case; and what
-# differs: its name, the value of the one, and that of the others.
+# Traces of the collective of one process and of that of the others, both functions of the name of
+# the case; and what differs: its name, the value of the one, and that of the others.
 Case = tuple[Callable[[str], Any], Callable[[str], Any], tuple[str, ...]]
 
 
 def case(function: Callable[..., Any], a: Any, b: Any, *words: str) -> Case:
     def with_fields(fields: Any) -> Callable[[str], Any]:
-        return lambda name: on_mesh(lambda: function(name, **fields))()
+        return lambda name: on_mesh(lambda: function(name, **fields)).trace()
 
     return with_fields(a), with_fields(b), words
 
@@ -100,11 +89,11 @@ def within(a: Any, b: Any, *words: str) -> Case:
     """A mean that is traced in two contexts."""
 
     def inside(context: Any) -> Callable[[str], Any]:
-        def run(name: str) -> None:
+        def trace(name: str) -> None:
             with context():
-                run_mean(name)
+                on_mesh(lambda: mean(name)).trace()
 
-        return run
+        return trace
 
     return inside(a), inside(b), words
 
@@ -123,7 +112,7 @@ def pmean(tree: Any) -> Any:
 
 
 def other_shapes(name: str) -> dict[str, jax.Array]:
-    return {name: jnp.ones((8, 512)) * jax.lax.axis_index("data")}
+    return {name: jnp.ones((8, 512)) * worker()}
 
 
 def of_half(half: Any) -> Callable[[str], Any]:
@@ -218,8 +207,8 @@ DISAGREEING: dict[str, Case] = {
     "local steps": case(local_sgd, {"every": 1}, {"every": 2}, "every", "1", "2"),
     "seed of local steps": case(local_sgd, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
     "compressed step": (
-        lambda name: compressed(name, method="mxfp8")(),
-        lambda name: compressed(name, method="mxint8")(),
+        lambda name: compressed(name, method="mxfp8").trace(),
+        lambda name: compressed(name, method="mxint8").trace(),
         ("method", "MXFP8", "MXINT8"),
     ),
 }
@@ -236,8 +225,9 @@ def outcome(function: Callable[[], Any]) -> dict[str, Any]:
     return {"error": error, "warnings": [str(each.message) for each in caught]}
 
 
-def special(rank: int, number: int) -> dict[str, Any]:
-    """Cases in which processes agree, come late, or are not all of the job."""
+def outcomes(rank: int) -> dict[str, Any]:
+    """Run a mean that is the same in all processes, one that is not, and then one that is."""
+    exchange.PATIENCE = exchange.SHORT_PATIENCE = LONG
     found: dict[str, Any] = {}
     compare, compared = exchange._Group._compare, list[Any]()
 
@@ -245,105 +235,18 @@ def special(rank: int, number: int) -> dict[str, Any]:
         compared.append(arguments)
         return compare(self, *arguments)
 
-    def both(name: str) -> list[Any]:
-        return [
-            on_mesh(
-                functools.partial(mean, name, method=dataclasses.replace(arguments, method="mxfp8"))
-            )
-            for arguments in (dq.Compression(check_agreement=False), dq.Compression())
-        ]
+    def program(name: str, method: Any) -> Any:
+        return on_mesh(lambda: mean(name, method=method))
 
     with unittest.mock.patch.object(exchange._Group, "_compare", counted):
-        without, checked = both("the same")
-        texts = [step.lower().compile().as_text() for step in (without, checked)]
-        found["bytes"] = [sum(each.sent_bytes(number) for each in collectives(t)) for t in texts]
-        report = dq.wire_report(
-            {"the same": jnp.zeros((16, SIZE // 16))}, axis_size=number, method="mxfp8"
-        )
-        found["reported"] = report.bytes_per_worker
-        found["agreed"] = outcome(checked)
+        same = program("the same", "mxfp8")
+        unchecked = program("the same", dq.Compression("mxfp8", check_agreement=False))
+        found["is free"] = same.lower().as_text() == unchecked.lower().as_text()
+        found["the same"] = outcome(same)
         for _ in range(3):
-            checked()
-        on_mesh(lambda: mean("the same", method="mxfp8"))()
+            same()
+        program("the same", "mxfp8")()
         found["exchanges"] = len(compared)
-    if rank:  # after a difference, as after others, the same call is compared anew
-        found["again"] = outcome(lambda: run_mean("again", method="mxfp8"))
-        found["corrected"] = outcome(lambda: run_mean("again", method="mxfp4"))
-    else:
-        found["again"] = outcome(lambda: run_mean("again", method="mxfp4"))
-        found["corrected"] = outcome(lambda: run_mean("again", method="mxfp4"))
-    # Only process 0 inspects: it must not wait, and the step is compared when it runs.
-    step = on_mesh(lambda: mean("inspected", method="dynamiq" if rank else "mxfp4"))
-    if rank == 0:
-        found["inspection"] = outcome(lambda: dq.inspect(step).rows and None)
-    found["after inspection"] = outcome(step)
-    # A process alone, and the first two.
-    alone = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
-    found["alone"] = outcome(
-        on_mesh(lambda: mean("alone", method="mxfp4" if rank else "exact"), alone)
-    )
-    first = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
-    if rank < 2:
-        with jax.set_mesh(first):
-            mapped = jax.shard_map(
-                lambda: mean("two", method="mxfp8" if rank else "mxfp4"),
-                in_specs=(),
-                out_specs=P(),
-                check_vma=False,
-            )
-            found["two"] = outcome(jax.jit(mapped))
-    found["threads"] = in_threads(rank)
-    with unittest.mock.patch.object(exchange, "PATIENCE", SHORT):
-        if rank == 0:  # for a log
-            lone = on_mesh(lambda: mean("lone", method="bf16"))
-            found["lone"] = outcome(lambda: lone.lower() and None)
-    jax.block_until_ready(checked())  # the others wait here
-    found["after lone"] = outcome(lambda: run_mean("after lone", method="bf16"))
-    with unittest.mock.patch.multiple(exchange, PATIENCE=SHORT, SHORT_PATIENCE=SHORT, DOUBT=SHORT):
-        if rank == 1:
-            time.sleep(3 * SHORT)
-        found["late"] = outcome(lambda: run_mean("late", method="bf16"))
-        if rank == 1:
-            time.sleep(3 * SHORT)
-        method = "mxfp8" if rank == 1 else "mxfp4"
-        late = on_mesh(lambda: mean("late and different", method=method))
-        found["late and different"] = outcome(lambda: late.lower() and None)
+    found["another"] = outcome(program("another", "mxfp8" if rank else "mxfp4"))
+    found["corrected"] = outcome(program("another", "mxfp4"))
     return found
-
-
-def in_threads(rank: int) -> list[str | None]:
-    """Trace two steps in two threads, in another order in each process: errors."""
-    errors: list[str | None] = [None, None]
-
-    def trace(number: int) -> None:
-        errors[number] = outcome(
-            lambda: on_mesh(lambda: mean(f"thread {number}", method="bf16")).lower() and None
-        )["error"]
-
-    numbers = (1, 0) if rank else (0, 1)
-    threads = [threading.Thread(target=trace, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-        time.sleep(SHORT)  # the first one waits when the second one begins
-    for thread in threads:
-        thread.join()
-    return errors
-
-
-def outcomes(rank: int, number: int, names: Sequence[str]) -> dict[str, Any]:
-    """Run some of the cases of `DISAGREEING` and all special ones, each a collective that this
-    process has not traced before: the error, or the warnings, of each.
-    """
-    return differing(rank, number, {name: DISAGREEING[name] for name in names}) | special(
-        rank, number
-    )
-
-
-def differing(rank: int, number: int, cases: dict[str, Case]) -> dict[str, Any]:
-    """Run cases in which the last process runs another collective than all others."""
-    exchange.PATIENCE = exchange.SHORT_PATIENCE = LONG
-    differs = rank == number - 1
-    return {
-        name: outcome(functools.partial(one if differs else others, name))
-        for name, (one, others, _) in cases.items()
-    }
