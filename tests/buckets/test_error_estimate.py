@@ -218,7 +218,8 @@ def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     steep = 10 ** np.linspace(-4, 4, 2**13, dtype=np.float32)
     values = np.stack([noise(2, 0)[:, : 2**13], noise(2, 1)[:, : 2**13] * steep], 1)
-    reduce = dq.all_reduce_gradients("data", with_metrics=True)
+    method = dq.DynamiQ(widths=(4, 5, 8))
+    reduce = dq.all_reduce_gradients("data", method, with_metrics=True)
     specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     def update(values, state):
@@ -231,7 +232,7 @@ def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
     metrics = jax.jit(mapped)(values, reduce.init(values[0])).metrics
     for value in metrics.values():
         assert len({np.asarray(shard.data).tobytes() for shard in value.addressable_shards}) == 1
-    alone = [measured("dynamiq:5", 2)(KEY, part)[1]["width_max"] for part in values.swapaxes(0, 1)]
+    alone = [measured(method, 2)(KEY, part)[1]["width_max"] for part in values.swapaxes(0, 1)]
     assert alone[0] != alone[1]
     assert metrics["width_max"] == sum(alone) / 2
 
@@ -257,7 +258,7 @@ def hostile(step):
 )
 def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     limit, buckets = 1e-2, 2 if options else 1
-    choice = dq.Compression("dynamiq:4", max_error=limit, **options)
+    choice = dq.Compression(dq.DynamiQ(bits=4, widths=(2, 4, 8)), max_error=limit, **options)
     reduce = dq.all_reduce_gradients("data", choice, with_metrics=True)
 
     @jax.jit

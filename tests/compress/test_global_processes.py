@@ -5,6 +5,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.global_step_worker import train
+from tests.support.workers import TWO_WIDTHS
 
 # Steps, processes, and devices of each.
 JOBS = {
@@ -17,7 +18,7 @@ JOBS = {
 @pytest.mark.parametrize(("steps", "count", "devices"), JOBS.values(), ids=JOBS)
 def test_processes_have_the_parameters_of_each_other(steps, count, devices):
     """Statistics of the batch are sums of the compiler, between compressed ones."""
-    results = processes.run(train, [(steps, "dynamiq:5")] * count, devices=devices, timeout=600)
+    results = processes.run(train, [(steps, TWO_WIDTHS)] * count, devices=devices, timeout=600)
     for losses, params in results[1:]:
         assert losses == results[0][0]
         for got, wanted in zip(params, results[0][1], strict=True):

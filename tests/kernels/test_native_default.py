@@ -1,5 +1,6 @@
 """The native codec as the default on CPUs: where it is, where it is not, and what says so."""
 
+import dataclasses
 import functools
 import logging
 
@@ -18,6 +19,7 @@ from pallas_kernels.first_use import DIGESTS, KNOWN
 from pallas_kernels.registry import BACKENDS, BASE
 from tests.support import native_worker, processes
 from tests.support.gradients import of_workers
+from tests.support.workers import TWO_WIDTHS
 
 pytestmark = [
     pytest.mark.optimized,
@@ -45,7 +47,7 @@ def test_a_mean_runs_it_and_has_the_bits_of_the_base_which_can_be_exported():
     gradients = jnp.asarray(of_workers(0, 2, 2560))
 
     def mean(implementation):
-        method = dq.DynamiQ(implementation=implementation)
+        method = dataclasses.replace(TWO_WIDTHS, implementation=implementation)
         one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
         return jax.jit(jax.vmap(one, axis_name="data"))
 

@@ -1,5 +1,6 @@
 """The native codec inside of programs: transformations, devices, threads and errors."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -19,6 +20,7 @@ from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import make_trial
 from tests.support.gradients import of_workers
 from tests.support.native_calls import assert_shapes_are_checked, called
+from tests.support.workers import TWO_WIDTHS
 
 pytestmark = [
     pytest.mark.optimized,
@@ -47,7 +49,7 @@ def test_an_all_reduce_on_many_devices_is_that_of_the_base(topology, check_vma, 
     workers = 8
 
     def reduce(gradient, implementation):
-        method = dq.DynamiQ(implementation=implementation)
+        method = dataclasses.replace(TWO_WIDTHS, implementation=implementation)
         key = jax.random.key(1)
         return dq.psum(gradient[0], "data", key=key, method=dq.Compression(method, topology))
 

@@ -1,5 +1,7 @@
 """One process of tests/compress/test_global_processes.py: a global step, without a map."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ class Model(nn.Module):
         return nn.Dense(32)(nn.BatchNorm(use_running_average=False)(nn.Dense(64)(x)))
 
 
-def train(rank: int, steps: int, method: str) -> tuple[list[float], list[np.ndarray]]:
+def train(rank: int, steps: int, method: Any) -> tuple[list[float], list[np.ndarray]]:
     """Train on all devices of all processes, and return losses and parameters."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ import dynamiq_jax as dq
 from pallas_kernels import operations
 from pallas_kernels._native.build import SWITCH
 from tests.support.gradients import of_workers
+from tests.support.workers import TWO_WIDTHS
 
 NUM_PROCESSES, SIZE, STEPS = 2, 256 * 150 + 7, 3
 
@@ -25,9 +26,8 @@ def trained(rank: int, topology: str, is_native: bool) -> dict[str, Any]:
     def step(params, gradient):
         key = jax.random.key(1)
         # The next gradient depends on the bits of the sum.
-        mean = dq.pmean(
-            gradient[0] + jnp.sin(params), "data", key=key, method=dq.Compression(topology=topology)
-        )
+        method = dq.Compression(TWO_WIDTHS, topology)
+        mean = dq.pmean(gradient[0] + jnp.sin(params), "data", method, key=key)
         return params - np.float32(0.1) * mean
 
     def steps(gradient):

@@ -16,7 +16,7 @@ from dynamiq_jax._buckets.axes import find_axes
 from tests.support.counting import CountingZeros
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS
+from tests.support.workers import STOCHASTIC
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")
@@ -65,12 +65,12 @@ def on_mesh(fn):
     return jax.jit(local(lambda g: fn(g[0, 0])[None, None]))
 
 
-def reduce(g, method=TWO_WIDTHS):
+def reduce(g, method=dq.methods.BlockInt(block=256)):
     return dq.psum(g, AXES, method, key=KEY)
 
 
 def test_values_that_are_not_finite_stay_in_their_super_group():
-    """Parts of the fast axes are whole super-groups: one value touches 256 coordinates."""
+    """Parts of the fast axes are whole super-groups, of which a block is as large as one here."""
     values, places = gradients(), np.array([0, 10_000, 20_000])
     values[1, 2, places] = np.inf
     result = np.asarray(simulated(reduce)(values))
