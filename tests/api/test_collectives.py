@@ -58,7 +58,7 @@ def assert_replicated(stacked):
 # --------------------------------------------------------------------- replicas, simulation, keys
 
 
-@pytest.mark.parametrize("num_workers", (1, 2, 3, 5, 8))
+@pytest.mark.parametrize("num_workers", (1, 3))
 def test_sums_are_close_and_replicated_and_depend_on_the_key(num_workers):
     tree = tree_of(num_workers)
     result = stochastic(KEY, tree)

@@ -83,15 +83,6 @@ def test_each_leaf_has_the_error_of_its_method():
         np.testing.assert_array_equal(layer["norm"], summed["norm"])
 
 
-def test_a_function_of_paths_and_leaves_is_a_policy_too():
-    def by_rank(path, leaf):
-        return "uncompressed" if leaf.ndim < 2 else POLICY["embedding" if "emb" in path else ""]
-
-    as_patterns = {"embedding": "dynamiq:6", "norm": "uncompressed", ".*": "blockint:6"}
-    for one, other in zip(*map(jax.tree.leaves, map(mean_of, (by_rank, as_patterns))), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("method", ["uncompressed", "exact"])
 def test_uncompressed_is_left_to_jax_and_exact_is_sent_like_any_method(data_mesh, method):
     """Alone and in a policy, both with the bytes of float32. Norms are below `exact_below`."""

@@ -181,8 +181,9 @@ def test_columns_of_other_magnitudes_are_shared_out_as_well():
     rows = heavy_tailed(0, (4, 256, 4, 256))
     leaf = rows * np.array([1, 0.1, 0.03, 0.01], np.float32)[:, None]
     tree = leaf.reshape(4, 256, 1024)
-    one = error_of(tree)
-    assert 0.8 * one < error_of(tree, striped(bucket_bytes=4 * LEAF)) < 1.05 * one
+    method = dq.DynamiQ(widths=(2, 4, 8))
+    one = error_of(tree, method)
+    assert 0.8 * one < error_of(tree, striped(method, bucket_bytes=4 * LEAF)) < 1.05 * one
 
 
 def test_stripes_have_rounding_noise_of_their_own():
@@ -199,17 +200,15 @@ def test_stripes_have_rounding_noise_of_their_own():
 # --------------------------------------------------------------------------- results and programs
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
-def test_replicas_are_identical_and_in_place(data_mesh, dtype, check_vma):
+def test_replicas_of_bfloat16_are_identical_and_in_place(data_mesh):
+    dtype = jnp.bfloat16
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), regions(4))
     tree["small"] = jnp.ones((4, 7, 11), dtype)
 
     def local(key, tree):
         return dq.pmean(tree, "data", striped("bf16", bucket_bytes=4 * LEAF), key=key)
 
-    found = on_mesh(local, data_mesh(4), check_vma=check_vma)(KEY, tree)
+    found = on_mesh(local, data_mesh(4), check_vma=False)(KEY, tree)
     for name, leaf in found.items():
         assert (leaf.shape, leaf.dtype) == (tree[name].shape, dtype)
         leaf = np.asarray(leaf, np.float32)

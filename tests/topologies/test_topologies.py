@@ -157,22 +157,6 @@ def test_only_an_all_to_all_has_sums_encoded_by_a_codec_of_their_own(name):
     assert codec.n == n and type(codec) is (CountedSums if name == "all_to_all" else WithSums)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_sums_are_right_and_padding_is_cut_off(name):
-    """Encoded sums, which are added as they are: there is no rounding to hide a mistake."""
-    n = 4 if name == "butterfly" else 3
-    gradients = of_workers(n, n, 3001)
-
-    def local(key, g):
-        return dq.psum(g, "data", key=key, method=dq.Compression("exact", TOPOLOGIES[name]))
-
-    result = np.asarray(simulated(local)(KEY, gradients))
-    assert (result == result[0]).all()
-    np.testing.assert_allclose(
-        result[0], gradients.sum(axis=0, dtype=np.float64), atol=1e-6 * np.abs(gradients).max() * n
-    )
-
-
 def test_an_unrolled_ring_is_the_ring_without_a_loop():
     n = 5
 
