@@ -79,10 +79,14 @@ def _axes(axis_size: Any, mesh: Any) -> Axes:
         names = axes_of_mesh(axis_size, mesh, argument="axis_size")
         slow, *fast = (Axis(name, mesh.shape[name]) for name in names)
         return Axes(slow, tuple(fast))
-    if not given or any(not isinstance(n, numbers.Integral) or n < 1 for n in given):
+    if not given or not all(map(_is_number, given)):
         raise ValueError(
             f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
             "or a tuple of them, one for each axis."
         )
     slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
     return Axes(slow, tuple(fast))
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool) and bool(size >= 1)

@@ -116,7 +116,7 @@ def test_every_entry_point_checks_method_and_topology(name, value):
             simulated(lambda key, g: dq.all_gather(g, "data", key=key, method=value))(KEY, GRADIENT)
 
 
-@pytest.mark.parametrize("axis_size", (0, -1, 2.0, None))
+@pytest.mark.parametrize("axis_size", (0, -1, 2.0, None, True, (2, 0)))
 def test_report_for_an_impossible_number_of_workers(axis_size):
     with raises(ValueError, f"axis_size={axis_size!r}", "Give an integer of at least 1"):
         dq.wire_report(GRADIENT, axis_size)
