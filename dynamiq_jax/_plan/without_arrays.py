@@ -89,4 +89,4 @@ def _axes(axis_size: Any, mesh: Any) -> Axes:
 
 
 def _is_number(size: Any) -> bool:
-    return isinstance(size, numbers.Integral) and not isinstance(size, bool) and bool(size >= 1)
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool) and int(size) >= 1

@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.aot import pipelined_step
 from benchmarks.aot.h200 import progress
 from benchmarks.gpu import h200_model as h200
 from benchmarks.harness import files
 from pallas_kernels.modes import without_gpu
+from research.benchmarks import pipelined_aot_step as pipelined_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

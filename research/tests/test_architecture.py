@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,8 +20,11 @@ COMMAND = re.compile(r"research\.dynamiq_research\.\w+\.(command|__main__)")
 CONSOLE = "dynamiq_jax._console"
 
 
-def imports(tree: ast.Module) -> set[str]:
-    """Modules and packages of both houses that a module imports anywhere."""
+HOUSES = (*house.PACKAGES, "dynamiq_research")
+
+
+def imports(tree: ast.Module, packages: Sequence[str] = HOUSES) -> set[str]:
+    """Modules and packages, of both houses unless others are given, that a module imports."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -28,7 +32,7 @@ def imports(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] in (*house.PACKAGES, "dynamiq_research")}
+    return {name for name in found if name.split(".")[0] in packages}
 
 
 def edges() -> list[tuple[str, str]]:
@@ -94,7 +98,7 @@ def test_classes_have_names_of_their_own():
 def test_scripts_import_names_that_are_there(folder):
     """Most scripts run on machines of their own, where a name that is gone would be found late."""
     for tree in house.parsed(folder).values():
-        for name in imports(tree):
+        for name in imports(tree, (*HOUSES, "benchmarks", "research", "tests")):
             module, _, attribute = name.rpartition(".")
             if not module:
                 continue
