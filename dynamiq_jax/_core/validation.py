@@ -39,6 +39,11 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} is not possible. Give True or False.")
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, of Python or NumPy. Booleans are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy.
 
@@ -48,16 +53,14 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> N
       low: smallest possible value.
       high: largest possible value; None for no limit.
     """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
+    if not is_integer(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name}={value!r} is not possible. Give an integer {span}.")
 
 
 def check_seed(value: Any) -> None:
     """Raise ValueError unless a seed is an integer: JAX takes other numbers inside a map."""
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (is_whole or is_whole_array(value)):
+    if not (is_integer(value) or is_whole_array(value)):
         raise ValueError(
             f"seed={value!r:.80} is not possible. Give an integer, the same on all workers."
         )

@@ -1,6 +1,5 @@
 """Plans of collectives outside of a program, from shapes alone."""
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from dynamiq_jax._buckets.axes import Axes, axes_of_mesh
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._core import Axis
+from dynamiq_jax._core.validation import is_integer
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._inputs.shards import Shards, leaf_specs, split_over
@@ -79,14 +79,10 @@ def _axes(axis_size: Any, mesh: Any) -> Axes:
         names = axes_of_mesh(axis_size, mesh, argument="axis_size")
         slow, *fast = (Axis(name, mesh.shape[name]) for name in names)
         return Axes(slow, tuple(fast))
-    if not given or not all(map(_is_number, given)):
+    if not given or not all(is_integer(size) and size >= 1 for size in given):
         raise ValueError(
             f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
             "or a tuple of them, one for each axis."
         )
     slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
     return Axes(slow, tuple(fast))
-
-
-def _is_number(size: Any) -> bool:
-    return isinstance(size, numbers.Integral) and not isinstance(size, bool) and int(size) >= 1
