@@ -57,7 +57,8 @@ def test_equinox():
         state = optimizer.init(eqx.filter(model, eqx.is_array))
         for _ in range(40):
             model, state, loss = step(model, state, names["x"], names["y"])
-        losses[method] = float(loss)
+            # XLA:CPU ends the process where devices of several steps in flight wait for each other.
+            losses[method] = float(loss)
     check(losses)
 
 
