@@ -25,5 +25,5 @@ def run_lines(page: str, section: str, names: dict[str, Any], method: str = "dyn
     if method != "dynamiq":
         changed = changed.replace('axis_name="data"', f'axis_name="data", method={method!r}')
         changed = re.sub(r"(dq\.compress\(.*?, )", rf"\1method={method!r}, axis_name=", changed)
-        changed = changed.replace('method="dynamiq:8"', f"method={method!r}")
+        changed = changed.replace('"dynamiq:8"', repr(method))
     exec(compile(changed, f"{page}, {section}", "exec"), names)
