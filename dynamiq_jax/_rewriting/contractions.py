@@ -6,7 +6,7 @@ each equation that contracts them is such a sum. It becomes an equation of the p
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
+from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.inner import programs_of
 from dynamiq_jax._rewriting.nodes import StepProgram
 from dynamiq_jax._rewriting.rows import REDUCTIONS, Row, Rows, WorkerAxis, follow, rows_of_spec
@@ -78,6 +79,7 @@ class Marker:
     def __init__(self, workers: WorkerAxis):
         self._workers = workers
         self._marked: dict[Any, tuple[Any, list[RowHint]]] = {}
+        self._parts: dict[Hashable, Callable[..., Any]] = {}  # of contractions
 
     def program(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         """Return a program with marked contractions, and the rows of its outputs, given those of
@@ -185,12 +187,26 @@ class Marker:
         """
         params = {
             "equation": equation,
-            "split": split and tuple(split),
+            "parts": split and self._parts_of(equation, tuple(split)),
             "why_exact": why,
             "axes": (self._workers.axis,),
             "workers": self._workers,
         }
         return equation.replace(primitive=sum_over_rows, params=params)
+
+    def _parts_of(self, equation: Equation, split: tuple[Row, ...]) -> Callable[..., Any]:
+        """Return the function of a contraction to its parts, which JAX traces once for all that are
+        alike.
+        """
+        types = tuple(atom.aval for atom in (*equation.invars, *equation.outvars))
+        alike = equation.primitive, tuple(equation.params.items()), types, split
+        try:
+            known = alike in self._parts
+        except TypeError:  # a parameter without a hash
+            return unreduced.parts(equation, split, self._workers)
+        if not known:
+            self._parts[alike] = jax.jit(unreduced.parts(equation, split, self._workers))
+        return equations.in_context(equation, self._parts[alike])
 
     def _constrained(self, equation: Equation, rows: RowHint) -> RowHint:
         """Rows lie where a sharding puts them."""

@@ -79,7 +79,7 @@ class Waiting:
         member = resized(self.selection, members, equations.shape_of(out), equations.dtype_of(out))
         if member is None:
             return None
-        inputs, result = node.variables.values(), node.outputs[0]
+        inputs, result = node.variables, node.outputs[0]
         operands = [self.sums[key].operand if key in self.sums else key for key in inputs]
         if first.workers is None:
             function = _function_of(node)

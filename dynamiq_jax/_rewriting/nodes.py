@@ -140,7 +140,7 @@ class Node:
         return bool(self.sums) and all(why == ZEROS for _, why in self.sums)
 
     @property
-    def variables(self) -> dict[Any, Value]:
-        """Inputs that are variables of its program, each once, with their values."""
+    def variables(self) -> tuple[Value, ...]:
+        """Values of the inputs that are variables of its program."""
         pairs = zip(self.equation.invars, self.inputs, strict=True)
-        return {atom: value for atom, value in pairs if equations.is_variable(atom)}
+        return tuple(value for atom, value in pairs if equations.is_variable(atom))

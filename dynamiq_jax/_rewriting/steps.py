@@ -231,13 +231,12 @@ def is_of(node: Node, member: Member) -> bool:
 
 def terms_of(node: Node) -> Compute:
     """Return the step that makes the terms of a contraction of rows, one for each worker."""
-    params = node.equation.params
-    function = unreduced.parts(params["equation"], params["split"], params["workers"])
+    function = node.equation.params["parts"]
 
     def terms(*values: Any) -> Sequence[Any]:
         return function(*equations.with_literals(node.equation, values))
 
-    return Compute(terms, tuple(node.variables.values()), (node.outputs[0].terms,))
+    return Compute(terms, node.variables, (node.outputs[0].terms,))
 
 
 def first_terms(zero: Value, total: Variable, member: Member) -> Compute:
@@ -289,7 +288,7 @@ def as_it_is(node: Node) -> Compute:
     outputs = zip(node.equation.outvars, node.outputs, strict=True)
     return Compute(
         equations.evaluated(node.equation),
-        tuple(node.variables.values()),
+        node.variables,
         tuple(value for var, value in outputs if equations.is_used(var)),
         messages_of(node.equation),
     )

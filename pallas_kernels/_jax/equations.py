@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
@@ -116,12 +116,17 @@ def without_unused(program: Any) -> Any:
 def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:
     """Return a function that evaluates an equation as JAX does, with its scopes and source lines.
 
-    It takes the inputs that are variables, each once, and returns the outputs that are used.
+    It takes the inputs that are variables, and returns the outputs that are used.
     """
-    outputs = [out for out in equation.outvars if is_used(out)]
-    inputs = dict.fromkeys(filter(is_variable, equation.invars))
-    program = _program(tuple(inputs), outputs, [equation], equation.effects)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
+    info = equation.source_info
+
+    def function(*values: Any) -> Sequence[Any]:
+        scopes = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=scopes), equation.ctx.manager:
+            results = bound(equation, with_literals(equation, values))
+        return [each for each, out in zip(results, equation.outvars, strict=True) if is_used(out)]
+
+    return function
 
 
 def bound(equation: Equation, values: Sequence[Any]) -> list[Any]:
@@ -152,11 +157,9 @@ def without_shardings(equation: Equation) -> Equation:
 
 
 def with_literals(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """Return all inputs of an equation, from the values of those that are variables, each once."""
-    given: dict[Any, Any] = dict(
-        zip(dict.fromkeys(filter(is_variable, equation.invars)), values, strict=True)
-    )
-    return [given[atom] if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
+    """Return all inputs of an equation, from the values of those that are variables."""
+    given = iter(values)
+    return [next(given) if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
 
 
 def is_variable(atom: Any) -> bool:
