@@ -68,8 +68,7 @@ def columns() -> tuple[list[Box], list[Box]]:
         for equation in equations.opened(inner)[0].eqns
     )
     selection = Selection("data", dq.Compression().exact_below)
-    program, continued = origins_of(StepProgram(traced))
-    scheduled, _ = schedule(chosen(program, selection, continued), selection)
+    scheduled, _ = schedule(chosen(*origins_of(StepProgram(traced)), selection), selection)
     (entered,) = scheduled.steps
     after = (_after(each, report) for each in entered.programs[0].steps)
     return list(_joined(before)), list(_joined(after))

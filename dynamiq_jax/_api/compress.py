@@ -9,7 +9,6 @@ from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._rewriting.compressed_step import CompressedStep
-from dynamiq_jax._rewriting.evaluate import Evaluator
 from dynamiq_jax._rewriting.sums import DEFAULT_OPERATIONS, Operation, Selection, Sum
 
 
@@ -104,5 +103,6 @@ def compress(
         )
     request = resolve(method, stateless="compress", measures=with_metrics)
     selection = Selection(axis_name, request.compression.exact_below, only, operations)
-    evaluator = Evaluator(selection, request)
-    return CompressedStep(fun, key, evaluator, in_specs=in_specs, missing_ok=missing_ok)
+    return CompressedStep(
+        fun, selection, request, key=key, in_specs=in_specs, missing_ok=missing_ok
+    )

@@ -6,9 +6,10 @@ of its program.
 
 import collections
 import dataclasses
+import functools
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -49,14 +50,21 @@ def _opened(objects: Sequence[Any]) -> tuple[_Opened | None, list[Any]]:
     return (graph, structure), arrays
 
 
-class Leaves(NamedTuple):
-    """Leaves of a tree."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["kinds", "structure", "opened"],
+    drop_fields=["objects"],
+)
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """Leaves of a tree. Of this tree, the arrays are the leaves."""
 
+    arrays: tuple[Any, ...]  # those of objects last
     kinds: tuple[_Kind, ...]
     structure: Any
     opened: _Opened | None
-    arrays: tuple[Any, ...]  # those of objects last
-    objects: tuple[Any, ...]
+    objects: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, tree: Any, *, is_jitted: bool = False) -> "Leaves":
@@ -70,7 +78,7 @@ class Leaves(NamedTuple):
         objects = tuple(leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "object")
         arrays = tuple(leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "array")
         opened, inside = _opened(objects)
-        return cls(kinds, structure, opened, (*arrays, *inside), objects)
+        return cls((*arrays, *inside), kinds, structure, opened, objects)
 
     @property
     def shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -104,24 +112,28 @@ class Leaves(NamedTuple):
         graph, places = self.opened or (None, None)
         return self.kinds, self.structure, _Constant.of(graph), places
 
-    def with_arrays(self, arrays: Sequence[Any]) -> "tuple[Any, tuple[Any, ...]]":
-        """Return the tree with other arrays and new objects, and these objects."""
+    def with_arrays(self, arrays: Sequence[Any]) -> "Leaves":
+        """Return the leaves with other arrays, and without objects."""
+        return dataclasses.replace(self, arrays=tuple(arrays), objects=())
+
+    def joined(self) -> tuple[Any, tuple[Any, ...]]:
+        """Return the tree with new objects, and these objects."""
         count, objects = self.kinds.count("array"), ()
         if self.opened is not None:
             graph, places = self.opened
-            state = jax.tree.unflatten(places, arrays[count:])
+            state = jax.tree.unflatten(places, self.arrays[count:])
             objects = sys.modules["flax.nnx"].merge(graph, state)
-        given = {"array": iter(arrays), "object": iter(objects)}
+        given = {"array": iter(self.arrays), "object": iter(objects)}
         leaves = [
             kind.value if isinstance(kind, _Constant) else next(given[kind]) for kind in self.kinds
         ]
         return jax.tree.unflatten(self.structure, leaves), objects
 
-    def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Give objects the arrays of a step."""
-        assert self.opened is not None
-        state = jax.tree.unflatten(self.opened[1], arrays)
-        sys.modules["flax.nnx"].update(tuple(objects), state)
+    def update(self, arrays: Sequence[Any]) -> None:
+        """Give the objects the arrays of a step."""
+        if self.opened is not None:
+            state = jax.tree.unflatten(self.opened[1], arrays)
+            sys.modules["flax.nnx"].update(self.objects, state)
 
     def check_graph(self, objects: Sequence[Any]) -> list[Any]:
         """Return the arrays of objects that a step has changed.
@@ -162,7 +174,7 @@ def _sharding_of(array: Any) -> NamedSharding | None:
 
 
 def specs_alike(
-    results: Leaves, shapes: Sequence[Any], arguments: Leaves, specs: Sequence[PartitionSpec | None]
+    results: Leaves, arguments: Leaves, specs: Sequence[PartitionSpec | None]
 ) -> dict[int, PartitionSpec]:
     """Return the specs of results from arguments of their shapes, by the numbers of the results,
     such as those of gradients from parameters.
@@ -177,8 +189,10 @@ def specs_alike(
             for start in range(len(path) + 1):
                 alike[array.shape, path[start:]].add(spec)
     found = {}
-    for number, (path, shape) in enumerate(zip(_paths(results), shapes, strict=False)):
-        ends = ((shape, path[start:]) for start in range(len(path) + 1))  # the longest one first
+    for number, (path, array) in enumerate(zip(_paths(results), results.arrays, strict=False)):
+        ends = (
+            (array.shape, path[start:]) for start in range(len(path) + 1)
+        )  # the longest one first
         best = next((alike[end] for end in ends if end in alike), set())
         if len(best) == 1:
             (found[number],) = best

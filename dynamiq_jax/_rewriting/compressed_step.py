@@ -1,6 +1,5 @@
 """Train step with compressed sums: traced, scheduled, and compiled for each kind of arguments."""
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -9,11 +8,13 @@ from typing import Any
 import jax
 
 from dynamiq_jax._inputs.checks import check_key
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
-from dynamiq_jax._rewriting.evaluate import Evaluator
+from dynamiq_jax._rewriting.evaluate import evaluate
 from dynamiq_jax._rewriting.program import ScheduledStep, scheduled, trace
 from dynamiq_jax._rewriting.report import CompressReport, report_of
+from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.compat import override
@@ -23,16 +24,9 @@ _MANY = 8  # programs of a step; one more is a warning
 _MOST = 64  # programs that are kept, with the constants of their arguments
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays", "metrics"], meta_fields=["program"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """Results of a program."""
-
-    arrays: tuple[Any, ...]
-    metrics: list[Metrics] | None  # of the groups, if they are returned
-    program: ScheduledStep
+# What a program returns: the leaves of the results, new arrays of objects, and metrics of the
+# groups, if they are asked for.
+_Results = tuple[Leaves, Any, list[Metrics] | None]
 
 
 class CompressedStep:
@@ -41,15 +35,17 @@ class CompressedStep:
     def __init__(
         self,
         fun: Callable[..., Any],
-        key: Any,
-        evaluator: Evaluator,
+        selection: Selection,
+        request: Request,
         *,
+        key: Callable[..., Any] | None = None,
         in_specs: Any = None,
         missing_ok: bool = False,
     ):
         self._fun = fun
+        self._selection = selection
+        self._request = request
         self._key = key
-        self._evaluator = evaluator
         self._in_specs = in_specs
         self._missing_ok = missing_ok
         # By all that a program depends on but types of arrays, for which `jax.jit` has programs.
@@ -81,8 +77,7 @@ class CompressedStep:
 
     @override
     def __repr__(self) -> str:
-        axis_name = self._evaluator.selection.axis_name
-        return f"dq.compress({self._fun!r}, {axis_name!r})"
+        return f"dq.compress({self._fun!r}, {self._selection.axis_name!r})"
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the step for arguments, as the method of `jax.jit` does."""
@@ -118,7 +113,7 @@ class CompressedStep:
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: ScheduledStep) -> CompressReport:
-        return report_of(program.groups, program.exact, self._evaluator)
+        return report_of(program.groups, program.exact, self._selection.axes, self._request)
 
     def _jitted(self, leaves: Leaves) -> Any:
         """Return the jitted step with compressed sums for arguments as they are placed."""
@@ -142,10 +137,10 @@ class CompressedStep:
         def make() -> Any:
             first = self._program(leaves, shardings)
             programs = {leaves.types: first}  # another thread may be the first to trace
-            empty = leaves._replace(arrays=(), objects=())
+            empty = leaves.with_arrays(())
 
             def step(*arrays: Any) -> _Results:
-                within = empty._replace(arrays=arrays)
+                within = empty.with_arrays(arrays)
                 return self._run(within, shardings, programs.pop(within.types, None))
 
             step.__name__ = getattr(self._fun, "__name__", "step")
@@ -176,21 +171,19 @@ class CompressedStep:
         recording.record_step(lambda: self._report(program))
         key = None
         if self._key is not None and program.groups:
-            (args, kwargs), _ = leaves.with_arrays(leaves.arrays)
+            (args, kwargs), _ = leaves.joined()
             key = check_key(self._key(*args, **kwargs), ())
-        metrics: list[Metrics] | None = [] if self._evaluator.request.measures else None
-        results = self._evaluator.run(program.schedule, key, *leaves.arrays, metrics=metrics)
-        return _Results(tuple(results), metrics, program)
+        metrics: list[Metrics] | None = [] if self._request.measures else None
+        results = evaluate(program.schedule, self._request, key, *leaves.arrays, metrics=metrics)
+        return *jax.tree.unflatten(program.results, results), metrics
 
     @staticmethod
     def _finished(leaves: Leaves, results: _Results) -> Any:
         """Return what the step returns, and give its objects their new arrays."""
-        arrays, program = results.arrays, results.program
-        count = len(arrays) - program.changed
-        if leaves.objects:
-            leaves.update(leaves.objects, arrays[count:])
-        returned, _ = program.results.with_arrays(arrays[:count])
-        return returned if results.metrics is None else (returned, results.metrics)
+        returned, changed, metrics = results
+        leaves.update(changed)
+        tree, _ = returned.joined()
+        return tree if metrics is None else (tree, metrics)
 
     def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> ScheduledStep:
         """Trace the step and schedule it.
@@ -199,13 +192,15 @@ class CompressedStep:
           TypeError: the step assigns an array to an attribute of its object.
           ValueError: there is no sum to compress.
         """
-        traced = trace(self._fun, leaves, is_jitted=self._is_jitted)
+        is_jitted, selection = self._is_jitted, self._selection
+        traced, results = trace(self._fun, leaves, is_jitted=is_jitted)
         self._check_unchanged()
-        selection = self._evaluator.selection
-        program = scheduled(traced, leaves, shardings, self._in_specs, selection)
+        program = scheduled(
+            traced, results, leaves, shardings, self._in_specs, selection, is_jitted=is_jitted
+        )
         if not self._missing_ok:
             program.check_found(selection)
-        if self._evaluator.request.measures:
+        if self._request.measures:
             program.check_measurable()
         return program
 

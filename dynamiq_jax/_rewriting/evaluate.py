@@ -1,6 +1,5 @@
 """Evaluation of a scheduled program, while JAX traces it anew."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Value
 from dynamiq_jax._rewriting.steps import Compute, EvaluationSchedule, Messages, Reduce
-from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
@@ -27,123 +25,111 @@ from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
 _KEEPING = ("none", "of rows")
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluator:
-    """Rules for the compressed sums of a program."""
+def evaluate(
+    schedule: EvaluationSchedule,
+    request: Request,
+    key: Array | None,
+    *values: Any,
+    metrics: list[Metrics] | None = None,
+) -> list[Any]:
+    """Evaluate a program for some inputs.
 
-    selection: Selection
-    request: Request
+    Args:
+      schedule: schedule of the program.
+      request: how to compress.
+      key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
+      *values: inputs of the program.
+      metrics: list to which the metrics of its groups are added, but for those inside.
+    """
+    known: dict[Value, Any] = dict(schedule.constants)
+    known.update(zip(schedule.inputs, values, strict=True))
 
-    def run(
-        self,
-        schedule: EvaluationSchedule,
-        key: Array | None,
-        *values: Any,
-        metrics: list[Metrics] | None = None,
-    ) -> list[Any]:
-        """Evaluate a program for some inputs.
+    def read(each: Value) -> Any:
+        return each.value if isinstance(each, Constant) else known[each]
 
-        Args:
-          schedule: schedule of the program.
-          key: PRNG key for all sums, the same on all workers; None: from a sample of each group.
-          *values: inputs of the program.
-          metrics: list to which the metrics of its groups are added, but for those inside.
-        """
-        known: dict[Value, Any] = dict(schedule.constants)
-        known.update(zip(schedule.inputs, values, strict=True))
-
-        def read(each: Value) -> Any:
-            return each.value if isinstance(each, Constant) else known[each]
-
-        results: Sequence[Any]
-        # Sums over rows wait for all messages but those of each other, which are as in the program:
-        # to delay statistics of a batch would copy its activations.
-        behind = order.last_token()
-        for step in schedule.steps:
-            match step:
-                case Compute():
-                    function = step.function
-                    if step.programs:
-                        bodies = [functools.partial(self.run, each) for each in step.programs]
-                        function = functools.partial(function, bodies, key)
-                    inputs = list(map(read, step.inputs))
-                    results = _in_order(function, inputs, step.messages, behind)
-                    known.update(zip(step.outputs, results, strict=True))
-                    if step.programs or step.messages not in _KEEPING:
-                        behind = order.last_token()
-                case Reduce():
-                    operands = [read(each.operand) for each in step.members]
-                    results, found = self._reduce(step, operands, key)
-                    if metrics is not None:
-                        metrics.append(found)
-                    known.update(zip((e.result for e in step.members), results, strict=True))
+    results: Sequence[Any]
+    # Sums over rows wait for all messages but those of each other, which are as in the program: to
+    # delay statistics of a batch would copy its activations.
+    behind = order.last_token()
+    for step in schedule.steps:
+        match step:
+            case Compute():
+                function = step.function
+                if step.programs:
+                    bodies = [
+                        functools.partial(evaluate, inside, request) for inside in step.programs
+                    ]
+                    function = functools.partial(function, bodies, key)
+                inputs = list(map(read, step.inputs))
+                results = _in_order(function, inputs, step.messages, behind)
+                known.update(zip(step.outputs, results, strict=True))
+                if step.programs or step.messages not in _KEEPING:
                     behind = order.last_token()
-        return [read(each) for each in schedule.outputs]
+            case Reduce():
+                operands = [read(each.operand) for each in step.members]
+                results, found = _reduce(step, request, operands, key)
+                if metrics is not None:
+                    metrics.append(found)
+                known.update(zip((e.result for e in step.members), results, strict=True))
+                behind = order.last_token()
+    return [read(each) for each in schedule.outputs]
 
-    def _reduce(
-        self, group: Reduce, operands: Sequence[Any], key: Array | None
-    ) -> tuple[list[Any], Metrics]:
-        """Reduce the operands of a group in one compressed collective, and return its metrics."""
-        over = self.over(group)
-        tree = group.by_path(operands)
-        if further := tuple(name for name in group.axes if name not in over):
-            exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
-            tree = group.by_path(exactly)
 
-        def compressed(tree: dict[str, Any]) -> tuple[dict[str, Any], Metrics]:
-            collective = group.collective(find_axes(over))
-            of_group: Any = jax.random.fold_in(
-                jax.random.key(0) if key is None else key, group.number
-            )
-            if (
-                key is None or group.around.times != 1
-            ):  # in a loop, a given key is the same in all turns
-                of_group = SampledKey(of_group)
-            request = self.request.with_specs(self.specs_of(group))
-            outcome = run(collective, tree, of_group, request)
-            return outcome.tree, outcome.metrics
+def _reduce(
+    group: Reduce, request: Request, operands: Sequence[Any], key: Array | None
+) -> tuple[list[Any], Metrics]:
+    """Reduce the operands of a group in one compressed collective, and return its metrics."""
+    tree = group.by_path(operands)
+    if further := tuple(name for name in group.axes if name not in group.over):
+        exactly = _in_order(lambda *terms: lax.psum(terms, further), list(tree.values()))
+        tree = group.by_path(exactly)
 
-        if group.workers is not None:
-            results = group.by_path(each.result.var for each in group.members)
-            parts = group.by_path(each.part for each in group.members)
-            totals, metrics = unreduced.reduced(compressed, tree, results, group.workers, parts)
-            placed = group.by_path(each.placed for each in group.members)
-            totals = {
-                name: unreduced.placed(total, placed[name], group.workers)
-                for name, total in totals.items()
-            }
-        elif is_unreduced(tree):  # outside of a map, on explicit axes
-            totals, metrics = reduce_unreduced(compressed, tree, over)
-            shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
-            totals = jax.sharding.reshard(totals, shardings)
-        else:
-            totals, metrics = compressed(tree)
-        return list(totals.values()), metrics
+    def compressed(tree: dict[str, Any]) -> tuple[dict[str, Any], Metrics]:
+        collective = group.collective(find_axes(group.over))
+        of_group: Any = jax.random.fold_in(jax.random.key(0) if key is None else key, group.number)
+        if key is None or group.around.times != 1:  # in a loop, a key is the same in all turns
+            of_group = SampledKey(of_group)
+        outcome = run(collective, tree, of_group, request.with_specs(specs_of(group, request)))
+        return outcome.tree, outcome.metrics
 
-    def over(self, group: Reduce) -> tuple[str, ...]:
-        """Return the axes of a group over which its collective is, slowest first."""
-        return tuple(name for name in self.selection.axes if name in group.axes)
+    if group.workers is not None:
+        results = group.by_path(each.result.var for each in group.members)
+        parts = group.by_path(each.part for each in group.members)
+        totals, metrics = unreduced.reduced(compressed, tree, results, group.workers, parts)
+        placed = group.by_path(each.placed for each in group.members)
+        totals = {
+            name: unreduced.placed(total, placed[name], group.workers)
+            for name, total in totals.items()
+        }
+    elif is_unreduced(tree):  # outside of a map, on explicit axes
+        totals, metrics = reduce_unreduced(compressed, tree, group.over)
+        shardings = group.by_path([each.params["dst_sharding"] for each in group.members])
+        totals = jax.sharding.reshard(totals, shardings)
+    else:
+        totals, metrics = compressed(tree)
+    return list(totals.values()), metrics
 
-    def specs_of(self, group: Reduce) -> Any:
-        """Return the specs of the terms of a group: one for all, those of each leaf, or None.
 
-        Raises:
-          MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
-            given nor known.
-        """
-        members, specs, whole = group.members, self.request.compression.specs, PartitionSpec()
-        if callable(specs):
-            return group.by_path(each.sent_spec(specs(each.description)) for each in members)
-        if specs is not None:
-            return specs
-        if group.workers is not None:  # the compiler gathers terms that are split otherwise
-            return group.by_path(each.sent_spec(each.spec or whole) for each in members)
-        if not group.automatic:
-            typed = [each.typed_spec for each in members]
-            return group.by_path(typed) if any(spec != whole for spec in typed) else None
-        if any(each.spec is None for each in members if each.why_exact is None):
-            raise unknown_specs(group.automatic)
-        return group.by_path(each.spec for each in members)
+def specs_of(group: Reduce, request: Request) -> Any:
+    """Return the specs of the terms of a group: one for all, those of each leaf, or None.
+
+    Raises:
+      MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
+        given nor known.
+    """
+    members, specs, whole = group.members, request.compression.specs, PartitionSpec()
+    if callable(specs):
+        return group.by_path(each.sent_spec(specs(each.description)) for each in members)
+    if specs is not None:
+        return specs
+    if group.workers is not None:  # the compiler gathers terms that are split otherwise
+        return group.by_path(each.sent_spec(each.spec or whole) for each in members)
+    if not group.automatic:
+        typed = [each.typed_spec for each in members]
+        return group.by_path(typed) if any(spec != whole for spec in typed) else None
+    if any(each.spec is None for each in members if each.why_exact is None):
+        raise unknown_specs(group.automatic)
+    return group.by_path(each.spec for each in members)
 
 
 def _in_order(

@@ -28,8 +28,7 @@ class ScheduledStep:
     groups: tuple[Reduce, ...]
     exact: tuple[KeptSum, ...]  # sums that stay as they are
     axes: frozenset[str]  # of its maps and around it, and of the mesh over which rows are split
-    results: Leaves  # without arrays
-    changed: int  # arrays of objects among the results
+    results: Any  # structure: leaves of what the step returns, and new arrays of its objects
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
 
     def check_found(self, selection: Selection) -> None:
@@ -72,29 +71,20 @@ class ScheduledStep:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedStep:
-    """Step that is traced for some arguments."""
+def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> tuple[Any, Any]:
+    """Trace a step, the result of `jax.jit` or not, for the leaves of its arguments.
 
-    program: Any
-    results: Leaves  # without arrays
-    changed: int  # arrays of objects among the results
-    is_jitted: bool
-
-
-def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> TracedStep:
-    """Trace a step, the result of `jax.jit` or not, for the leaves of its arguments."""
-    apart: list[Any] = []
+    Returns:
+      The program, and its results, by their types: `Leaves`, and the arrays of changed objects.
+    """
 
     def flat(*arrays: Any) -> Any:
-        (args, kwargs), objects = leaves.with_arrays(arrays)
+        (args, kwargs), objects = leaves.with_arrays(arrays).joined()
         results = Leaves.of(fun(*args, **kwargs), is_jitted=is_jitted)
-        changed = leaves.check_graph(objects)
-        apart[:] = [results._replace(arrays=(), objects=()), len(changed)]
-        return [*results.arrays, *changed]
+        return results, leaves.check_graph(objects)
 
     try:
-        program = equations.without_unused(jax.make_jaxpr(flat)(*leaves.arrays))
+        program, results = jax.make_jaxpr(flat, return_shape=True)(*leaves.arrays)
     except jax.errors.JAXTypeError as error:
         name = getattr(fun, "__name__", "the step")
         error.add_note(
@@ -102,27 +92,30 @@ def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> Traced
             "Move what needs them, such as float(loss), behind the step."
         )
         raise
-    results, changed = apart
-    return TracedStep(program, results, changed, is_jitted)
+    return equations.without_unused(program), results
 
 
 def scheduled(
-    traced: TracedStep,
+    program: Any,
+    results: tuple[Leaves, Any],
     leaves: Leaves,
     shardings: Sequence[Any],
     in_specs: Any,
     selection: Selection,
+    *,
+    is_jitted: bool,
 ) -> ScheduledStep:
     """Mark the sums that the compiler places, find gradients, choose sums, and group them.
 
     Args:
-      traced: the step.
+      program: a traced step.
+      results: what it returns.
       leaves: those of its arguments.
       shardings: of the arrays of its arguments, or None.
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
+      is_jitted: whether it is the result of `jax.jit`.
     """
-    program = traced.program
     known = [
         before if given is None else given
         for before, given in zip(shardings, equations.in_shardings(program), strict=True)
@@ -137,24 +130,20 @@ def scheduled(
         rows = [hint_of_spec(spec or (), workers) for spec in specs]
         program, _ = Marker(workers).program(program, rows)
         if len(workers.mesh.axis_names) > 1:
-            shapes = [each.shape for each in program.out_avals]
-            likely = specs_alike(traced.results, shapes, leaves, specs)
+            likely = specs_alike(results[0], leaves, specs)
     marked = StepProgram(
         program,
         input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
         output_specs=specs_of_shardings(equations.out_shardings(program)),
         likely_specs=likely,
     )
-    made, sums = schedule(
-        chosen(*origins_of(marked), selection), selection, opens_all=traced.is_jitted
-    )
+    made, sums = schedule(chosen(*origins_of(marked), selection), selection, opens_all=is_jitted)
     return ScheduledStep(
         made,
         tuple(each for each in sums if isinstance(each, Reduce)),
         tuple(each for each in sums if isinstance(each, KeptSum)),
         axes,
-        traced.results,
-        traced.changed,
+        jax.tree.structure(results),
         tuple(equations.donated_inputs(program)),
     )
 

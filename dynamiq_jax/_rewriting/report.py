@@ -16,9 +16,10 @@ from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core import Axis
 from dynamiq_jax._core.text import aligned, short_name
+from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax._rewriting.evaluate import Evaluator
+from dynamiq_jax._rewriting.evaluate import specs_of
 from dynamiq_jax._rewriting.steps import KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
@@ -96,19 +97,26 @@ def _row(each: SumReport) -> tuple[str, str, str, str, str, str]:
 
 
 def report_of(
-    groups: Iterable[Reduce], exact: Iterable[KeptSum], evaluator: Evaluator
+    groups: Iterable[Reduce], exact: Iterable[KeptSum], axes: tuple[str, ...], request: Request
 ) -> CompressReport:
-    """Report the groups of a step and the sums that stay as they are."""
-    sums = [each for group in groups for each in _of_group(group, evaluator)]
-    sums += [_of_kept(each, evaluator) for each in exact]
+    """Report the groups of a step and the sums that stay as they are.
+
+    Args:
+      groups: the groups.
+      exact: other sums.
+      axes: names of axes that are compressed over, slowest first.
+      request: how to compress.
+    """
+    sums = [each for group in groups for each in _of_group(group, request)]
+    sums += [_of_kept(each, axes) for each in exact]
     return CompressReport(tuple(sums))
 
 
-def _of_kept(kept: KeptSum, evaluator: Evaluator) -> SumReport:
+def _of_kept(kept: KeptSum, axes: tuple[str, ...]) -> SumReport:
     """Report a sum that stays as it is."""
     each, sizes, sent = kept.description, kept.sizes, None
-    over = [name for name in evaluator.selection.axes if name in each.axes]
-    is_over_slow = over[:1] == [evaluator.selection.axes[0]]
+    over = [name for name in axes if name in each.axes]
+    is_over_slow = over[:1] == [axes[0]]
     if sizes is not None and is_over_slow and all(isinstance(size, int) for size in each.shape):
         slow, *fast = (Axis(name, sizes.get(name) or lax.axis_size(name)) for name in over)
         leaf = jax.ShapeDtypeStruct(each.shape, each.dtype)
@@ -117,12 +125,12 @@ def _of_kept(kept: KeptSum, evaluator: Evaluator) -> SumReport:
     return SumReport(each, kept.why, None, kept.times, sent, after)
 
 
-def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
+def _of_group(group: Reduce, request: Request) -> list[SumReport]:
     """Report the sums of a group, with the bytes and the reasons of its plan."""
     described = [
         jax.ShapeDtypeStruct(each.sent_shape, each.description.dtype) for each in group.members
     ]
-    plan = _plan_of(group, group.by_path(described), evaluator)
+    plan = _plan_of(group, group.by_path(described), request)
     whys = dict(plan.exact)
     axes = plan.collective.axes
     parts = [plan.shards.local(i, leaf) for i, leaf in enumerate(described)]
@@ -130,7 +138,7 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     exactly = {i: _exact_bytes(group.operation, axes, part) for i, part in enumerate(parts)}
     compressed: dict[int, float] = collections.defaultdict(float)
     for bucket in plan.buckets:
-        sent = _bucket_bytes(group, bucket, axes, evaluator.request.estimates)
+        sent = _bucket_bytes(group, bucket, axes, request.estimates)
         for leaf, share in plan.bytes_by_leaf(bucket, sent).items():
             compressed[leaf] += share
     after = {**exactly, **compressed}
@@ -147,15 +155,15 @@ def _of_group(group: Reduce, evaluator: Evaluator) -> list[SumReport]:
     ]
 
 
-def _plan_of(group: Reduce, tree: dict[str, Any], evaluator: Evaluator) -> Plan:
-    over: Any = evaluator.over(group)
+def _plan_of(group: Reduce, tree: dict[str, Any], request: Request) -> Plan:
+    over: Any = group.over
     mesh = group.workers.mesh if group.workers else group.around.mesh
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    specs = evaluator.specs_of(group)
+    specs = specs_of(group, request)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
         over = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
         mesh = specs = None
-    request = evaluator.request.with_specs(specs)
+    request = request.with_specs(specs)
     return plan_without_arrays(tree, over, request, mesh=mesh, collective=group.collective)
 
 

@@ -235,7 +235,9 @@ class _Scheduler:
                     sizes |= {workers.axis: workers.count}
                 number = sum(isinstance(each, Reduce) for each in self._sums)
                 managed = program.automatic(workers)
-                group = Reduce(members, program, sizes, managed, number)
+                axes = members[0].description.axes
+                over_them = tuple(name for name in self._selection.axes if name in axes)
+                group = Reduce(members, over_them, program, sizes, managed, number)
                 self._sums.append(group)
                 yield group
                 continue

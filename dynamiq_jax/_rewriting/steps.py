@@ -155,6 +155,7 @@ class Reduce:
     """Step of a schedule: one compressed collective, of sums of one kind."""
 
     members: tuple[Member, ...]
+    over: tuple[str, ...]  # axes of the collective, slowest first; those of its sums may be more
     around: StepProgram  # in which it is
     sizes: Mapping[str, int]  # of the axes around it, by name
     automatic: Mapping[str, int]  # of those that the compiler manages
