@@ -5,6 +5,7 @@ large as the bias, and a sum over the turns of a loop leaves the loop.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -155,7 +156,7 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     # Terms vary over the axes of the sum. Numbers have to, too: functions of `jax.lax` see to it.
     function = {"mul": lax.mul, "div": lax.div}.get(name)
     if function is None:
-        return equations.evaluated(node.equation)
+        return functools.partial(equations.evaluate, node.equation)
     return lambda *values: [function(*equations.with_literals(node.equation, values))]
 
 

@@ -129,7 +129,10 @@ def made(
     is_spread = grows or all(
         origin.is_spread or is_one(atom) for atom, origin in zip(atoms, inputs, strict=True)
     )
-    return result._replace(number=number, is_spread=bool(atoms) and is_spread)
+    is_spread = bool(atoms) and is_spread
+    if (result.number, result.is_spread) == (number, is_spread):
+        return result
+    return result._replace(number=number, is_spread=is_spread)
 
 
 def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:

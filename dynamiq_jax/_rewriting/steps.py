@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -288,7 +289,7 @@ def as_it_is(node: Node) -> Compute:
         return Compute(zeros, (), node.outputs)
     outputs = zip(node.equation.outvars, node.outputs, strict=True)
     return Compute(
-        equations.evaluated(node.equation),
+        functools.partial(equations.evaluate, node.equation),
         node.variables,
         tuple(value for var, value in outputs if equations.is_used(var)),
         messages_of(node.equation),

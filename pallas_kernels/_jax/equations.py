@@ -113,20 +113,16 @@ def without_unused(program: Any) -> Any:
     return core.ClosedJaxpr(used, constants)
 
 
-def evaluated(equation: Equation) -> Callable[..., Sequence[Any]]:
-    """Return a function that evaluates an equation as JAX does, with its scopes and source lines.
+def evaluate(equation: Equation, *values: Any) -> Sequence[Any]:
+    """Evaluate an equation as JAX does, with its scopes and source lines.
 
     It takes the inputs that are variables, and returns the outputs that are used.
     """
     info = equation.source_info
-
-    def function(*values: Any) -> Sequence[Any]:
-        scopes = source_info_util.current_name_stack() + info.name_stack
-        with source_info_util.user_context(info.traceback, name_stack=scopes), equation.ctx.manager:
-            results = bound(equation, with_literals(equation, values))
-        return [each for each, out in zip(results, equation.outvars, strict=True) if is_used(out)]
-
-    return function
+    scopes = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=scopes), equation.ctx.manager:
+        results = bound(equation, with_literals(equation, values))
+    return [each for each, out in zip(results, equation.outvars, strict=True) if is_used(out)]
 
 
 def bound(equation: Equation, values: Sequence[Any]) -> list[Any]:
