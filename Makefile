@@ -77,7 +77,7 @@ hooks: $(VENV)/dev-installed  ## run lint before each commit
 mutants: $(VENV)/dev-installed  ## change the library in random places and report what no test notices
 	$(RUN) -m tests.mutants $(ARGS)
 
-soak: $(VENV)/installed  ## run random programs on processes that pause, are killed and restart (20 minutes)
+soak: $(VENV)/installed  ## run random programs on processes that pause, and compare replicas (20 minutes)
 	$(RUN) -m tests.soak $(ARGS)
 
 docs: $(VENV)/docs-installed $(VENV)/research-installed  ## build the documentation into site/; a warning is an error

@@ -1,11 +1,9 @@
 """The soak: its rounds are those of their seeds, and it finds hashes that differ."""
 
-import dataclasses
-
 import pytest
 
+from tests.soak.__main__ import differences, replicas
 from tests.soak.programs import COMPRESS, random_round
-from tests.soak.rounds import REFERENCE, RunningRound, replicas
 
 SEEDS = range(200)
 
@@ -25,45 +23,43 @@ def test_rounds_have_all_that_the_soak_is_for():
         *("ring", "ring:unroll=True", "butterfly", "all_to_all")
     }
     assert {each.after is None for each in collectives} == {True, False}
-    assert {each.signal for r in rounds if (each := r.kill)} == {"SIGKILL", "SIGTERM"}
-    assert {each.kill is None for each in rounds} == {each.threads for each in rounds}
     assert COMPRESS in {each.kind for each in collectives}
     before = [each.kind for program in programs for each in program.collectives[:-1]]
     assert COMPRESS not in before
 
 
-def ended(tmp_path) -> RunningRound:
-    """Return a round whose processes have ended with the same hashes."""
-    round_ = next(
-        each
-        for each in map(random_round, SEEDS)
-        if each.devices == 2 and any(len(program.mesh) == 2 for program in each.programs)
-    )
-    running = RunningRound(dataclasses.replace(round_, kill=None), tmp_path, patience=1)
-    for number, program in enumerate(round_.programs):
+ROUND = next(
+    each
+    for each in map(random_round, SEEDS)
+    if each.devices == 2 and any(len(program.mesh) == 2 for program in each.programs)
+)
+
+
+def ended() -> dict[tuple[int, str], list[str]]:
+    """Return hashes of all workers in which no replicas differ."""
+    hashes = {}
+    for number, program in enumerate(ROUND.programs):
         for place in range(len(program.collectives)):
-            groups = replicas(program, place, round_) or [[w] for w in range(round_.workers)]
-            digest = {worker: str(n) for n, group in enumerate(groups) for worker in group}
-            every = [digest[worker] for worker in range(round_.workers)]
-            of_result = running.hashes.setdefault((number, f"result {place}"), {})
-            of_result[REFERENCE] = every
-            of_result |= {
-                name: every[2 * rank : 2 * rank + 2] for rank, name in enumerate(running.names)
-            }
-    return running
+            groups = replicas(program, place, ROUND) or [[w] for w in range(ROUND.workers)]
+            of_worker = {worker: str(n) for n, group in enumerate(groups) for worker in group}
+            hashes[number, f"result {place}"] = [of_worker[w] for w in range(ROUND.workers)]
+    return hashes
 
 
-def test_equal_hashes_are_no_problem(tmp_path):
-    running = ended(tmp_path)
-    running.compare()
-    assert (running.problems, running.counts.differ) == ([], 0)
-    assert running.counts.hashes == running.round.workers * running.counts.collectives > 0
+def of_processes() -> list[dict[tuple[int, str], list[str]]]:
+    return [
+        {name: digests[first : first + 2] for name, digests in ended().items()}
+        for first in range(0, ROUND.workers, 2)
+    ]
 
 
-@pytest.mark.parametrize("who", (REFERENCE, "process 1"))
-def test_one_hash_that_differs_is_found(who, tmp_path):
-    running = ended(tmp_path)
-    running.hashes[0, "result 0"][who] = ["other"] * len(running.hashes[0, "result 0"][who])
-    running.compare()
-    assert running.counts.differ > 0
-    assert all("program 0, result 0 differs" in problem for problem in running.problems)
+def test_equal_hashes_are_no_problem():
+    assert list(differences(ROUND, of_processes(), ended())) == []
+
+
+@pytest.mark.parametrize("who", ("one", "another"))
+def test_one_hash_that_differs_is_found(who):
+    found, alone = of_processes(), ended()
+    (alone if who == "one" else found[1])[0, "result 0"][0] = "other"
+    problems = list(differences(ROUND, found, alone))
+    assert problems and all("program 0, result 0 differs" in each for each in problems)

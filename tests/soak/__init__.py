@@ -1,1 +1,1 @@
-"""Random programs of several collectives on real processes, which pause, are killed and restart."""
+"""Random programs of several collectives on real processes, some of which pause."""

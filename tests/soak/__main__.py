@@ -3,106 +3,100 @@
     python -m tests.soak                     20 minutes
     python -m tests.soak --minutes 2 --seed 1
     python -m tests.soak --round 1000017     one round again, which a failure has named
-    python -m tests.soak --round 1000017 --times 20
 
 A round starts 2 or 3 processes with 1 or 2 CPU devices each, which run some programs of 2 to 4
-collectives. Processes pause, and in some rounds one is killed: then all start again from their last
-checkpoint. Each program also runs in a single process, with as many devices. All of them have to
+collectives, and pause. A single process, with as many devices, runs them too. All of them have to
 end with the same bits. What differs, hangs or fails is printed with the command that repeats its
 round. The seed fixes the programs, and not how processes take turns: a hang may need several tries.
 """
 
 import argparse
-import dataclasses
 import itertools
+import os
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from tests.soak.programs import random_round
-from tests.soak.rounds import Counts, RunningRound
+from tests.soak import worker
+from tests.soak.programs import Program, Round, random_round
+from tests.support import processes, speed
 
 PER_SEED = 1_000_000  # rounds
+LONGEST = 1800.0  # seconds of a round
 
 
-def parsed() -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
+def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soak", description=__doc__, formatter_class=formatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=20, help="time of all rounds (20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round (0)")
     parser.add_argument("--round", type=int, help="number of the only round")
-    parser.add_argument("--times", type=int, default=1, help="how often to run --round (1)")
-    parser.add_argument(
-        "--patience", type=float, default=60, help="seconds without a step that are a hang (60)"
-    )
-    parser.add_argument("--logs", type=Path, help="folder of the logs of rounds that failed")
+    parser.add_argument("--patience", type=float, default=120, help="longest time of a step (120)")
     options = parser.parse_args()
-    if options.minutes <= 0 or options.patience <= 0 or options.times < 1:
-        parser.error("--minutes, --patience and --times are more than 0.")
-    if options.logs and options.logs.exists() and any(options.logs.iterdir()):
-        parser.error(f"--logs {options.logs} is not empty. Give a new folder.")
-    return options
-
-
-def rounds(options: argparse.Namespace) -> Iterator[int]:
-    """Yield the numbers of rounds, until the time is over."""
-    if options.round is not None:
-        yield from [options.round] * options.times
-        return
-    deadline = time.monotonic() + 60 * options.minutes
-    for number in itertools.count(PER_SEED * options.seed):
-        if time.monotonic() >= deadline:
-            return
-        yield number
-
-
-def main() -> int:
-    options = parsed()
-    console = Console(soft_wrap=True)
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="soak-"))
-    counts, failed, start = Counts(), list[int](), time.monotonic()
-    of_one = options.round is not None
-    total = options.times if of_one else 60 * options.minutes
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("round 1", total=total)
-        for place, number in enumerate(rounds(options)):
+    os.environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": " ".join(speed.QUICK)}
+    console, deadline = Console(soft_wrap=True), time.monotonic() + 60 * options.minutes
+    every = itertools.count(PER_SEED * options.seed)
+    numbers = every if options.round is None else iter([options.round])
+    count = failed = 0
+    with console.status("") as status:
+        for number in itertools.takewhile(lambda _: time.monotonic() < deadline, numbers):
+            status.update(f"round {count + 1}, {failed} failures")
             round_ = random_round(number)
-            running = RunningRound(round_, folder / f"{place}-{number}", options.patience)
-            running.run()
-            counts.add(running.counts)
-            if running.problems:
-                report(console, running)
-                failed.append(number)
-            done = place + 1 if of_one else time.monotonic() - start
-            text = f"round {place + 2}, {counts.kills} kills, {len(failed)} failures"
-            progress.update(task, completed=min(done, total), description=text)
-    console.print(table(counts, time.monotonic() - start))
-    return int(bool(failed))
+            problems = problems_of(round_, options.patience)
+            count, failed = count + 1, failed + bool(problems)
+            if problems:
+                again = f"again: python -m tests.soak --round {number}"
+                console.print(*problems, *round_.programs, again, sep="\n", markup=False)
+    console.print(f"{count} rounds, {failed} failures")
+    return int(failed > 0)
 
 
-def report(console: Console, running: RunningRound) -> None:
-    for problem in running.problems:
-        console.print(problem, markup=False)
-    for program in running.round.programs:
-        console.print(program, markup=False)
-    console.print(f"logs: {running.folder}", markup=False)
-    console.print(f"again: python -m tests.soak --round {running.round.seed}", markup=False)
+def problems_of(round_: Round, patience: float) -> list[str]:
+    """Run a round, and say what was wrong."""
+    arguments = (round_.seed, patience)
+    try:
+        with (
+            processes.running(worker.run, [arguments], devices=round_.workers) as (alone,),
+            processes.running(
+                worker.run, [arguments] * round_.processes, devices=round_.devices
+            ) as together,
+        ):
+            found = [process.result(LONGEST) for process in together]
+            return list(differences(round_, found, alone.result(LONGEST)))
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        return [str(error)]
 
 
-def table(counts: Counts, seconds: float) -> Table:
-    shown = Table("count", "number", title=f"{seconds / 60:.1f} minutes")
-    for name, value in dataclasses.asdict(counts).items():
-        shown.add_row(name, f"{value:,}")
-    return shown
+def differences(
+    round_: Round, of_processes: list[worker.Hashes], of_one: worker.Hashes
+) -> Iterator[str]:
+    """Yield what differs between replicas, and between all processes and a single one."""
+    for (number, name), expected in of_one.items():
+        found = [digest for process in of_processes for digest in process[number, name]]
+        if found != expected:
+            yield f"program {number}, {name} differs between processes and one process."
+        kind, index = name.split()
+        groups = replicas(round_.programs[number], int(index), round_) if kind == "result" else []
+        for group in groups:
+            if len({found[place] for place in group}) > 1:
+                yield f"program {number}, {name} differs between replicas {group}."
+
+
+def replicas(program: Program, number: int, round_: Round) -> list[list[int]]:
+    """Return groups of workers that hold the same bits of a result."""
+    each = program.collectives[number]
+    workers = list(range(round_.workers))
+    if each.kind == "psum_scatter":
+        return []
+    if set(each.axes) == set(program.mesh):
+        return [workers]
+    if each.axes == ("hosts",):
+        return [workers[place :: round_.devices] for place in range(round_.devices)]
+    return [workers[start : start + round_.devices] for start in workers[:: round_.devices]]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random rounds: programs of two to four collectives, pauses, and a kill, all made of one seed."""
+"""Random rounds: programs of two to four collectives, and pauses, all made of one seed."""
 
 import dataclasses
 import random
@@ -13,7 +13,6 @@ HALVES = ("psum_scatter", "all_gather")
 COMPRESS = "compress"  # of a global function: it stands behind the others, which share a shard_map
 KINDS = (*REDUCTIONS, "pmean", "all_reduce_gradients", *HALVES)
 DTYPES = ("float32", "float32", "float32", "bfloat16", "float16")
-SIGNALS = ("SIGKILL", "SIGTERM")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +48,10 @@ class Program:
     mesh: tuple[str, ...]  # axes
     check_vma: bool
     steps: int
-    save_every: int  # steps between checkpoints
     wait_every: int  # steps that are dispatched before a process waits for their results
     # (process, step, seconds): before that step, the process sleeps.
     pauses: tuple[tuple[int, int, float], ...]
     alone: int | None  # the process that also traces another step, which none runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The end of one process, some seconds after it has begun a step."""
-
-    process: int
-    program: int
-    step: int
-    delay: float
-    signal: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +62,6 @@ class Round:
     processes: int
     devices: int  # of each process
     programs: tuple[Program, ...]
-    threads: bool  # the first two programs are traced at once, in two threads
-    kill: Kill | None
-    optimized: bool  # compiled as users do, which takes longer
 
     @property
     def workers(self) -> int:
@@ -92,18 +76,7 @@ def random_round(seed: int) -> Round:
     programs = tuple(
         _random_program(choice, processes, devices) for _ in range(choice.randint(1, 3))
     )
-    kill = None
-    if choice.random() < 0.4:
-        number = choice.randrange(len(programs))
-        kill = Kill(
-            process=choice.randrange(processes),
-            program=number,
-            step=choice.randrange(programs[number].steps),
-            delay=choice.choice((0.0, choice.uniform(0, 0.05))),
-            signal=choice.choice(SIGNALS),
-        )
-    threads, optimized = choice.random() < 0.15, choice.random() < 0.2
-    return Round(seed, processes, devices, programs, threads, kill, optimized)
+    return Round(seed, processes, devices, programs)
 
 
 def _random_program(choice: random.Random, processes: int, devices: int) -> Program:
@@ -131,7 +104,6 @@ def _random_program(choice: random.Random, processes: int, devices: int) -> Prog
         mesh=mesh,
         check_vma=choice.random() < 0.5,
         steps=steps,
-        save_every=choice.randint(2, 8),
         wait_every=choice.choice((1, 1, 3)),
         pauses=tuple(pauses),
         alone=choice.randrange(processes) if choice.random() < 0.05 else None,
