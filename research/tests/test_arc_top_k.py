@@ -17,9 +17,10 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import ErrorFeedback, Exact, Method
 from dynamiq_research import EF21M, ARCTopK, SparseBlocks, TopKChunked
 from research.benchmarks import arc_synthetic
-from tests.support.checkpoints import only
+from research.tests.support.reducing import reducing
 from tests.support.gradients import of_workers
-from tests.support.workers import call_on, reducing, simulated
+from tests.support.states import only
+from tests.support.workers import call_on, simulated
 
 NUM_WORKERS, BLOCK, NUM_BLOCKS = 8, 64, 1024
 SIZE, ROOM = NUM_BLOCKS * BLOCK, NUM_BLOCKS // 8

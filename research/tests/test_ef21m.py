@@ -24,8 +24,9 @@ from dynamiq_research import (
     TopKChunked,
 )
 from dynamiq_research.ef21m import EF21MState, sums_applied
-from tests.support.checkpoints import Run, only
+from research.tests.support.resumed import Run
 from tests.support.gradients import of_workers, vnmse
+from tests.support.states import only
 from tests.support.workers import call_on, simulated
 
 NUM_WORKERS, SHAPE, SIZE = 4, (64, 80), 5120

@@ -11,8 +11,9 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax.methods import BF16, BlockInt, ErrorFeedback, Exact, resolve_method
 from dynamiq_research import GlobalCompensation, Marsit, OmniReduce, PowerSGD
-from tests.support.checkpoints import Run, only
+from research.tests.support.resumed import Run
 from tests.support.gradients import of_workers, vnmse
+from tests.support.states import only
 from tests.support.workers import call_on, simulated
 
 NUM_WORKERS, SHAPE, SIZE = 4, (40, 125), 5000

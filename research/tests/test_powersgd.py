@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Call, ErrorFeedback, Method, Reduced, WireCost
 from dynamiq_research import PowerSGD
-from tests.support.checkpoints import only
 from tests.support.gradients import vnmse
 from tests.support.hlo import sent_bytes
+from tests.support.states import only
 from tests.support.workers import call_on, on_mesh, simulated
 
 NUM_WORKERS = 4

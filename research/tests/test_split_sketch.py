@@ -17,7 +17,7 @@ from dynamiq_jax.methods import Call, ErrorFeedback
 from dynamiq_research import SplitSketch
 from dynamiq_research.split_sketch.count_sketch import CountSketch
 from dynamiq_research.split_sketch.method import _heavy_hitters, threshold
-from tests.support import checkpoints
+from research.tests.support import resumed
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import TWO_WIDTHS, call_on, simulated
 
@@ -376,7 +376,7 @@ def test_a_gradient_that_stays_arrives():
 def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
     gradients = of_workers(7, NUM_WORKERS, 4 * SIZE).reshape(NUM_WORKERS, 4, SIZE)
     methods = [ErrorFeedback(inner=METHOD)] * 4
-    checkpoints.Run(methods, data_mesh(NUM_WORKERS), gradients).check_resumes(tmp_path)
+    resumed.Run(methods, data_mesh(NUM_WORKERS), gradients).check_resumes(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------ errors

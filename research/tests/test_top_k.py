@@ -17,9 +17,10 @@ from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import ErrorFeedback
 from dynamiq_research import EF21M, TopK
 from dynamiq_research.single_coordinates.largest import largest
+from research.tests.support.reducing import reducing
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import compiled_collectives, sent_bytes
-from tests.support.workers import call_on, reducing, simulated
+from tests.support.workers import call_on, simulated
 
 WORKERS, SIZE = 4, 3000
 FULL = TopK(bits=4.0, values="float32")

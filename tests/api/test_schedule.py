@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax._plan.recording import recording
 from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
-from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse
+from tests.support.states import of_buckets
 from tests.support.workers import Decaying, Largest
 
 WORKERS, STEPS = 4, 6

@@ -15,8 +15,8 @@ import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax.methods import ErrorFeedback
-from tests.support.checkpoints import of_buckets
 from tests.support.gradients import of_workers, vnmse
+from tests.support.states import of_buckets
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, Largest
 
 KEY = jax.random.key(3)

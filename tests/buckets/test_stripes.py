@@ -17,9 +17,9 @@ import dynamiq_jax as dq
 from dynamiq_jax._buckets.dealing import number_of_stripes
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.buckets import plan_of
-from tests.support.checkpoints import of_buckets
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
+from tests.support.states import of_buckets
 from tests.support.workers import STOCHASTIC, OfShapes, on_mesh, simulated
 
 KEY = jax.random.key(3)

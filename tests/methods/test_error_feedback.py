@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import dynamiq_jax as dq
 from dynamiq_jax.methods import BlockInt, ErrorFeedback, Method
 from dynamiq_jax.topologies import AllToAll, Ring
-from tests.support.checkpoints import Run, of_buckets, only
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import PRESETS, sent_bytes
+from tests.support.states import of_buckets, only
 from tests.support.workers import TWO_WIDTHS, Decaying, Largest, call_on, on_mesh, simulated
 
 NUM_WORKERS, STEPS = 4, 6
@@ -239,13 +239,6 @@ def test_state_has_the_size_of_its_bucket():
     shapes = jax.tree.map(lambda leaf: leaf.shape[2:], states)
     assert shapes == [((5000,), (5000,)), ((3000,), (3000,))]
     assert {leaf.dtype for leaf in jax.tree.leaves(of_buckets(state))} == {jnp.dtype(jnp.float32)}
-
-
-def test_a_checkpoint_resumes_the_run_bit_for_bit(data_mesh, tmp_path):
-    """As the docstring of ErrorFeedback says to carry it: each worker's residual is in there."""
-    run = Run([FEEDBACK] * 4, data_mesh(NUM_WORKERS), gradients()[:, :4])
-    assert only(run.start).residual.shape == (NUM_WORKERS, SIZE)
-    run.check_resumes(tmp_path)
 
 
 def test_it_costs_no_bytes():

@@ -3,7 +3,6 @@ that compile fast.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import Axis, Call, ChunkedMethod, Method, RecodedChunks, Reduced, WireCost
+from dynamiq_jax.methods import Axis, Call, ChunkedMethod, RecodedChunks, Reduced, WireCost
 from dynamiq_jax.topologies import Topology, resolve_topology
 
 # With two widths, an all-reduce has larger steps to take.
@@ -120,18 +119,6 @@ def on_mesh(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Callable[..
     """Run `fn` on the devices of a mesh: `(key, *stacked trees)` to a stacked tree."""
     program = mesh_program(fn, mesh, check_vma=check_vma)
     return lambda key, *stacked: program(key, stacked)
-
-
-@functools.cache
-def reducing(method: Method, size: int, num_workers: int) -> Callable[..., Any]:
-    """All-reduce of one bucket on a ring: `(key, stacked vectors)` to totals and applied values."""
-    call = call_on(size, num_workers, feedback=True)
-
-    def local(key: jax.Array, values: Any) -> Any:
-        reduced = method.all_reduce(values, call, key, ())
-        return reduced.total, reduced.applied
-
-    return simulated(local)
 
 
 def call_on(size: int, num_workers: int, topology: Topology | str = "ring", **options: Any) -> Call:

@@ -16,17 +16,6 @@ from dynamiq_jax.methods import Method
 SPECS = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
 
-def only(state: dq.AllReduceState) -> Any:
-    """The state of the method in a tree of one bucket."""
-    (of_bucket,) = of_buckets(state).values()
-    return of_bucket
-
-
-def of_buckets(state: dq.AllReduceState) -> dict[str, Any]:
-    """The states of the method by name, without the record of their worker."""
-    return {name: state.method[name] for name in sorted(state.method) if name != "worker"}
-
-
 class Run:
     """Steps of `dq.all_reduce_gradients` on a mesh of one axis, "data".
 
