@@ -17,7 +17,6 @@ from pallas_kernels._native.backend import Native
 from pallas_kernels._native.build import SWITCH
 from pallas_kernels.first_use import DIGESTS, KNOWN
 from pallas_kernels.registry import BACKENDS, BASE
-from tests.support import native_worker, processes
 from tests.support.gradients import of_workers
 from tests.support.workers import TWO_WIDTHS
 
@@ -195,12 +194,3 @@ def test_the_check_finds_a_wrong_bit_of_any_operation(operation, change, said):
 
 
 # ----------------------------------------------------------------------------------- processes
-
-
-@pytest.mark.parametrize("topology", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
-def test_processes_of_which_one_lacks_it_hold_the_same_bits(topology):
-    found = processes.run(native_worker.trained, [(topology, True), (topology, False)])
-    native, base = (each["params"] for each in found)
-    assert ["'native'" in each["default"].partition(";")[0] for each in found] == [True, False]
-    assert np.isfinite(native).all() and np.std(native) > 1e-3
-    np.testing.assert_array_equal(native.view(np.uint32), base.view(np.uint32))
