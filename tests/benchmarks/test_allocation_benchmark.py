@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -75,11 +74,6 @@ def test_tensors_of_a_real_model_have_a_share_of_each_tensor_of_their_kind(tmp_p
     assert make(recipe, tmp_path, names) != folder
 
 
-def test_a_real_model_is_not_trained():
-    with pytest.raises(ValueError, match="model='m' is not trained"):
-        Recipe(model=Path("m"), local_steps=3)
-
-
 @pytest.mark.slow
 def test_trained_tensors_differ_between_workers_and_steps(tmp_path, monkeypatch):
     text = np.random.default_rng(0).integers(64, size=2000, dtype=np.int32)
@@ -141,12 +135,3 @@ def test_tables_compare_errors_of_the_same_tensor_and_bits(tmp_path, monkeypatch
 )
 def test_verdict_is_of_the_highest_ratio(ratios, expected):
     assert verdict({str(index): ratio for index, ratio in enumerate(ratios)}, 0.02) == expected
-
-
-def test_unknown_tensors_and_too_many_workers_are_refused():
-    for config, says in (
-        (Config(tensors=("noise",)), "no .'noise'.. Give some of"),
-        (Config(workers=(128,)), "--recipe.workers is 64"),
-    ):
-        with pytest.raises(SystemExit, match=says):
-            allocation.main(config)

@@ -66,8 +66,3 @@ def test_a_run_goes_on_where_it_was(run):
     assert run(only=only) == (0, pages)
     assert run(only=only, tiny=True) == (0, list(only))
     assert run(only=only, again=True) == (0, [*only, *pages])
-
-
-def test_unknown_names_are_refused(run):
-    with pytest.raises(SystemExit, match=r"--only: nonsense is not there\. Give some of native, "):
-        run(only=("nonsense",))

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -18,10 +17,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.emulation import namespaces
-from benchmarks.emulation.command import Emulation
 from benchmarks.emulation.network import NetworkRun
 from benchmarks.emulation.processes import Processes
-from dynamiq_jax._console import program
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement.settings import parse_settings
 from tests.support.emulation import emulates
@@ -112,38 +109,6 @@ def assert_nothing_left(process: int, workers: list[int]) -> None:
 LONG = ("--hosts", "2", "--rate", "2mbit", "--settings", "psum", "--repeats", "60")
 
 
-def test_one_repeat_and_one_second_are_enough(monkeypatch):
-    """Where they are accepted, the machine is looked at next."""
-
-    def reached():
-        raise CommandError("the machine")
-
-    monkeypatch.setattr(namespaces, "check_possible", reached)
-    with pytest.raises(CommandError, match="the machine"):
-        Emulation(repeats=1, timeout=1).run()
-    for name in ("repeats", "timeout"):
-        with pytest.raises(CommandError, match=f"--{name}"):
-            Emulation(**{name: 0}).run()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--hosts 1", "--hosts: 1: give 2 to 250"),
-        ("--rate quick", "'quick' is not a rate"),
-        ("--timeout 0", "--timeout is 0.0: give at least 1"),
-        ("--seed -1", "--seed is -1: give 0 to 2147483647"),
-        ("--hosts 3 --settings bf16:butterfly", "butterfly.*3 workers.*such as 2 or 4"),
-    ],
-)
-def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmarks.emulation", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        program.run("emulation", lambda: Emulation)
-    assert re.match(f"emulation: .*{says}", ended.value.code)
-    assert "\n" not in ended.value.code
-
-
 @pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="needs /proc of Linux")
 def test_a_later_process_has_a_later_start():
     """A number that another process has now is told from the one that left something."""
@@ -197,16 +162,6 @@ def test_a_stopped_run_leaves_nothing(start):
     assert_nothing_left(command.process.pid, workers)
 
 
-@pytest.mark.slow
-@emulates
-def test_hosts_do_not_interrupt_each_other(start):
-    """As threads that wake up do by the usual policy, on cores that the hosts share."""
-    command = start(*LONG)
-    command.wait_until(
-        lambda: [os.sched_getscheduler(pid) for pid in command.workers()] == 2 * [os.SCHED_BATCH]
-    )
-
-
 # ---------------------------------------------------------------- runs that cannot go on
 
 
@@ -230,20 +185,6 @@ def failing_run(monkeypatch) -> Callable[[Callable[[], None]], CommandError]:
         return error.value
 
     return run
-
-
-@pytest.mark.slow
-@emulates
-def test_a_killed_process_ends_all_with_an_error(failing_run):
-    workers = []
-
-    def kill_one() -> None:
-        workers.extend(workers_of(os.getpid()))
-        os.kill(workers[-1], signal.SIGKILL)
-
-    error = str(failing_run(kill_one))
-    assert f"(process {workers[-1]}) was killed by SIGKILL, while measuring psum" in error
-    assert_nothing_left(os.getpid(), workers)
 
 
 @pytest.mark.slow

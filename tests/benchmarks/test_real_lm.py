@@ -4,14 +4,13 @@ import dataclasses
 import io
 import json
 import shutil
-import types
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.error import allocation, dump_gradients, tensors
+from benchmarks.error import dump_gradients, tensors
 from benchmarks.error.tensors import ROW, Recipe, names_of
 from benchmarks.harness import files
 from benchmarks.real_lm import (
@@ -23,7 +22,6 @@ from benchmarks.real_lm import (
     time_to_accuracy,
     training,
 )
-from benchmarks.real_lm.policies import POLICIES
 from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
 from examples.tools import digests
@@ -234,40 +232,6 @@ def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch
     assert training.earlier_rows(shorter.result, shorter.settings) == []
 
 
-def test_runs_of_more_documents_do_not_read_those_of_fewer(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    for count in (30, 40):
-        folder = tmp_path / "runs"
-        training.main(training.Config(model=model, folder=folder, count=count, methods=()))
-    written = {path.name: path.read_text().count("\n") for path in folder.iterdir()}
-    assert written == {"chats-30.jsonl": 30, "chats-40.jsonl": 40}
-
-
-def test_methods_and_policies_have_folders_of_their_own():
-    names = (*training.METHODS, *POLICIES)
-    folders = {training.folder_of(training.Config(), name, 0) for name in names}
-    assert len(folders) == len(names)
-    # That of runs which are to be resumed.
-    assert training.folder_of(training.Config(), "dynamiq:5", 1).name == "dynamiq-5-1"
-
-
-def test_without_the_model_each_benchmark_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    none, words = tmp_path / "none", r"none, which has no model\. Run `make demo-llm`\."
-    for benchmark in (errors, estimates, training, time_to_accuracy):
-        with pytest.raises(SystemExit, match=f"--model is .*{words}"):
-            benchmark.main(benchmark.Config(model=none))
-    options = dump_gradients.Config(model="smollm2", checkpoint=none, output=tmp_path / "g.npz")
-    with pytest.raises(SystemExit, match=f"--checkpoint is .*{words}"):
-        dump_gradients.main(options)
-    config = allocation.Config(
-        recipe=Recipe(model=none), folder=tmp_path / "tensors", output=tmp_path / "a.json"
-    )
-    with pytest.raises(SystemExit, match=f"--recipe.model is .*{words}"):
-        allocation.main(config)
-    assert not list(tmp_path.iterdir())
-
-
 def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
     path = tmp_path / "g.npz"
     options = dump_gradients.Config(
@@ -285,60 +249,8 @@ def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
         np.testing.assert_array_equal(found[name], [each[name] for each in expected])
 
 
-def test_a_part_of_the_rows_of_the_embedding_is_written(tmp_path, monkeypatch):
-    """And all rows of other tensors."""
-    monkeypatch.setattr(dump_gradients, "check_folder", lambda *_: None)
-    monkeypatch.setattr(
-        dump_gradients.checkpoint,
-        "read_config",
-        lambda _: types.SimpleNamespace(num_hidden_layers=1),
-    )
-    whole = [
-        {
-            name: np.full((7, 300), worker) + np.arange(7)[:, None]
-            for name in ("embed_tokens", "mlp")
-        }
-        for worker in (0.0, 10.0)
-    ]
-    monkeypatch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(whole))
-    options = dump_gradients.Config(
-        model="smollm2",
-        kinds=("embedding", "mlp"),
-        layers=(0,),
-        embedding_every=3,
-        output=tmp_path / "g.npz",
-    )
-    dump_gradients.main(options)
-    found = np.load(options.output)
-    assert found["embed_tokens"][:, :, 0].tolist() == [[0, 3, 6], [10, 13, 16]]
-    assert found["mlp"].shape == (2, 7, 300)
-
-
 def shorter_rows(folder, text, *, workers, batch=1, context=32):
     return gradients.worker_gradients(folder, text, workers=workers, batch=1, context=32)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"steps": (5,)}, "--steps has no effect with --model smollm2"),
-        ({"pretrain_steps": 3}, "--pretrain-steps has no effect"),
-        ({"seed": 3}, "--seed has no effect"),
-        ({"model": "decoder"}, "--checkpoint has no effect with --model decoder"),
-        ({"layers": (0, 7)}, r"--layers has \[7\]: the model has layers 0 to 0"),
-        ({"embedding_every": 0}, "--embedding-every is 0. Give at least 1"),
-        ({"kinds": ()}, "--kinds and --layers leave no tensor"),
-        ({"workers": 999}, "dump_gradients: count=1998 rows of 256 tokens"),
-    ],
-)
-def test_options_of_another_model_are_refused(model, tmp_path, options, words):
-    given = {"model": "smollm2", "checkpoint": model, "layers": (0,), "workers": 1}
-    options = dump_gradients.Config(**given | {"output": tmp_path / "g.npz"} | options)
-    with pytest.raises(SystemExit, match=words), pytest.MonkeyPatch.context() as patch:
-        if options.workers == 1:
-            patch.setattr(dump_gradients, "worker_gradients", lambda *_, **__: iter(()))
-        dump_gradients.main(options)
-    assert not (tmp_path / "g.npz").exists()
 
 
 def test_tables_have_methods_of_later_steps_and_no_policies(monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import types
 
 import jax
@@ -75,26 +74,6 @@ def test_a_link_that_changes_bits_is_an_error():
     check_identical([run, slower, dataclasses.replace(run, seed=1, checksums={0: 1, 10: 1, 20: 1})])
     with pytest.raises(CommandError, match="psum, seed 0: parameters after 10 steps depend"):
         check_identical([run, dataclasses.replace(slower, checksums={0: 7, 10: 6, 20: 6})])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"settings": ("bf16",)}, "--settings: add psum"),
-        ({"steps": 0}, "--steps is 0: give at least 1"),
-        ({"eval_every": 0}, "--eval-every is 0: give at least 1"),
-        ({"hosts": 1}, "--hosts is 1: give 2 to"),
-        ({"width": 30}, "--width is 30: give a multiple of 8"),
-        ({"rates": ("fast",)}, "--rates: 'fast' is not a rate"),
-        ({"rates": ("1gbit", "1000mbit")}, "--rates is 1gbit 1000mbit: give one or more, each"),
-        ({"seeds": ()}, "--seeds is empty: give one or more"),
-        ({"seeds": (0, -1)}, "--seeds is 0 -1: give one or more, each once, none negative"),
-        ({"output": pathlib.Path("/no/folder/x.json")}, "--output is /no/folder/x.json: its"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options, message):
-    with pytest.raises(CommandError, match=message):
-        time_to_accuracy.check(time_to_accuracy.Config(**options))
 
 
 @emulates

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.speed.tune_buckets.command import TuneBuckets
-from benchmarks.speed.tune_buckets.steps import find_factory, save_plot
 from benchmarks.speed.tune_buckets.tuner import BucketTrial, StepTimer, tune_bucket_bytes
-from dynamiq_jax._console.errors import CommandError
 
 MIB = 2**20
 
@@ -79,25 +77,6 @@ def test_sizes_are_tried_in_order_and_once():
     assert len(tune_bucket_bytes(lambda _: 1.0, low=4, high=6)) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    (
-        ({"low": 0}, "low=0"),
-        ({"low": 8, "high": 8}, "high=8"),
-        ({"candidates": 1}, "candidates=1"),
-        ({"rounds": -1}, "rounds=-1"),
-    ),
-)
-def test_searches_that_are_not_possible(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        tune_bucket_bytes(curve(8 * MIB), **arguments)
-    for wrong in (math.nan, math.inf, 0.0, -1.0):
-        with pytest.raises(ValueError, match="no time"):
-            tune_bucket_bytes(lambda _, wrong=wrong: wrong)
-    with pytest.raises(ValueError, match="steps=0"):
-        StepTimer(steps=0)
-
-
 # ----------------------------------------------------------------------------------- the command
 
 MODULE = """
@@ -139,46 +118,3 @@ def test_the_command_measures_a_users_step(folder, capsys):
     assert f"dq.Compression(bucket_bytes={trials[0]['bucket_bytes']})" in shown
     assert "16 MiB" in shown and "best" in shown
     assert paths["plot"].read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_plot_names_the_fastest_size(tmp_path):
-    trials = [BucketTrial(4 * 2**20, 0.1), BucketTrial(8 * 2**20, 0.2), BucketTrial(2**20, 0.3)]
-    save_plot(tmp_path / "plot.svg", trials)
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert "4 MiB" in drawn and "8 MiB" not in drawn and "1 MiB" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("name", "match"),
-    (
-        ("steps_of_a_user", "names no function"),
-        ("steps_of_another:make_step", "no module 'steps_of_another'"),
-        ("steps_of_a_user:make_steps", "has no function 'make_steps'"),
-        ("steps_of_a_user:not_a_function", "has no function"),
-    ),
-)
-def test_functions_that_are_not_there(folder, name, match):
-    with pytest.raises(CommandError, match=match):
-        find_factory(name)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    (
-        ({"step": "steps_of_a_user:no_step"}, "returned a int"),
-        ({"low": "4Mi", "high": "2Mi"}, "larger --high"),
-        ({"low": "4Mi", "high": "4Mi"}, "--low is 4Mi and --high 4Mi: give a larger --high"),
-        ({"candidates": 1}, "--candidates is 1"),
-        ({"steps": 0}, "--steps is 0"),
-        ({"high": "many"}, "--high: 'many'"),
-    ),
-)
-def test_options_that_are_not_possible(folder, arguments, match):
-    with pytest.raises(CommandError, match=match):
-        TuneBuckets(**{"step": "steps_of_a_user:make_step"} | arguments).run()
-
-
-def test_an_error_of_the_users_module_is_shown_as_it_is(folder):
-    (folder / "broken_steps.py").write_text("import a_package_that_nobody_has")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_nobody_has"):
-        find_factory("broken_steps:make_step")
