@@ -12,7 +12,7 @@ _LINKS_OF_ACCELERATORS = ("10gbit", "100gbit", "400gbit")
 
 
 def predicted_seconds(
-    recipe: Recipe, *, size: int, workers: int, computing: float, device: str
+    recipe: Recipe, *, size: int, workers: int, computing: float, device: DeviceKind
 ) -> dict[str, float]:
     """Predict the seconds of a step, in which nothing hides under computing.
 
@@ -21,18 +21,17 @@ def predicted_seconds(
       size: coordinates of the gradient of each worker.
       workers: number of workers.
       computing: seconds of a step without the all-reduce.
-      device: a kind of `device_kind`.
+      device: kind of the devices.
 
     Returns:
       Seconds by the speed of the link of each worker, such as "1 Gbit/s".
     """
-    kind: DeviceKind = device  # type: ignore[assignment]
     seconds = {}
     for link in _LINKS.get(device, _LINKS_OF_ACCELERATORS):
         rate = parse_rate(link)
         network = Network(gbit_per_s=rate / 1e9)
         if recipe.is_exact:
-            codec = SUM_SPEEDS[kind]
+            codec = SUM_SPEEDS[device]
             all_reduce = predict_exact(size, workers, network=network, codec=codec)
         else:
             assert isinstance(recipe.method, str)
@@ -40,21 +39,6 @@ def predicted_seconds(
             axis = dq.methods.Axis("data", workers)
             call = dq.methods.Call(size=size, axis=axis, topology=topology)
             cost = dq.methods.resolve_method(recipe.method).wire_cost(call)
-            all_reduce = predict(size, workers, topology, cost, network, CODEC_SPEEDS[kind])
+            all_reduce = predict(size, workers, topology, cost, network, CODEC_SPEEDS[device])
         seconds[format_rate(rate)] = computing + all_reduce.total
     return seconds
-
-
-def device_kind(platform: str, kind: str) -> DeviceKind:
-    """Name a device as the cost model does.
-
-    Args:
-      platform: "cpu", "gpu" or "tpu".
-      kind: what JAX calls its `device_kind`.
-    """
-    if platform != "tpu":
-        return "cpu" if platform == "cpu" else "gpu"
-    for part, name in (("v6", "tpu_v6e"), ("v5p", "tpu_v5p"), ("v5 lite", "tpu_v5e")):
-        if part in kind:
-            return name
-    return "tpu_v5e" if "v5e" in kind else "tpu_v5p"

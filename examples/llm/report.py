@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from dynamiq_jax._console.units import format_seconds
-from examples.llm.prediction import device_kind, predicted_seconds
+from dynamiq_jax._prediction.device_speeds import kind_of
+from examples.llm.prediction import predicted_seconds
 from examples.llm.recipe import Recipe
 from examples.llm.run import Record, Task
 
@@ -34,7 +35,7 @@ def text(task: Task, recipes: Mapping[str, Recipe], runs: Mapping[str, Sequence[
     predicted: dict[str, dict[str, float]] = {}
     if workers > 1:
         size = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)) // task.mesh.shape["fsdp"]
-        kind = device_kind(device.platform, device.device_kind)
+        kind = kind_of(device.platform, device.device_kind)
         predicted = {
             name: predicted_seconds(
                 recipe, size=size, workers=workers, computing=computing, device=kind

@@ -5,7 +5,6 @@ import json
 import pathlib
 import re
 import shutil
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from examples import convert_gguf
 from examples.llm import checkpoint
 from examples.llm.data import Encoder
 from examples.llm.model import abstract_decoder
-from examples.tools import budget
 from tests.support import gguf_files
 from tests.support import llm_oracle as oracle
 from tests.support.others import REQUIRED, package
@@ -176,38 +174,11 @@ def test_a_truncated_file_is_refused(write, tmp_path, share):
     refused(file, tmp_path, "is not a whole GGUF file: .* Copy or download")
 
 
-def test_another_file_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"no model, " * 100)
-    refused(tmp_path / "model.gguf", tmp_path, "is not a whole GGUF file")
-
-
 def test_weights_that_are_not_finite_are_refused(tmp_path):
     tensors = oracle.random_tensors(CONFIG)
     tensors["model.norm.weight"][3] = np.nan
     gguf_files.write(tmp_path / "model.gguf", CONFIG, tensors)
     refused(tmp_path / "model.gguf", tmp_path, "output_norm.weight is .* not finite")
-
-
-def test_a_full_disk_is_refused_before_anything_is_written(write, tmp_path, monkeypatch):
-    full = SimpleNamespace(free=2**20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    refused(write()[0], tmp_path, "has 0.0 GiB free")
-
-
-def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(
-    write, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(budget, "free_memory", lambda: 2**10)
-    monkeypatch.setattr(convert_gguf, "dequantized", None)
-    refused(write()[0], tmp_path, "in float32 takes .* and this machine has 0.0 GiB free")
-
-
-def test_an_interrupted_conversion_leaves_nothing(write, tmp_path, monkeypatch):
-    def stop(*arguments, **named):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", stop)
-    refused(write()[0], tmp_path, "No space left on device")
 
 
 def test_the_folder_appears_with_all_of_its_files(write, tmp_path, monkeypatch):
@@ -278,15 +249,6 @@ def smollm2(tmp_path_factory):
     structure, _ = abstract_decoder(config)
     compute = jax.jit(lambda params, ids: nnx.merge(structure, params)(ids[None])[0])
     return folder, lambda ids: compute(params, jnp.asarray(ids))
-
-
-@pytest.mark.slow
-@needs_smollm2
-def test_the_real_model_knows_english(smollm2):
-    folder, logits_of = smollm2
-    ids = np.array(Encoder(folder).tokenizer.encode(ENGLISH))
-    losses = -jax.nn.log_softmax(logits_of(ids)[:-1])[jnp.arange(len(ids) - 1), ids[1:]]
-    assert 5 < jnp.exp(losses.mean()) < 30
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """Decoders of `examples/llm`: their logits against two references, and their configuration."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -140,18 +137,3 @@ def test_other_networks_are_refused_by_name(change, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=rf"(?s)config\.json.*{words}"):
         read_config(tmp_path)
-
-
-def test_all_refused_keys_are_named_at_once(tmp_path):
-    content = LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"(?s)attention_bias.*mlp_bias.*hidden_act"):
-        read_config(tmp_path)
-
-
-@pytest.mark.slow
-def test_importing_it_says_nothing_without_torch():
-    command = [sys.executable, "-W", "error", "-c", "import examples.llm.data"]
-    environment = {k: v for k, v in os.environ.items() if "TRANSFORMERS" not in k}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")

@@ -1,7 +1,5 @@
 """The report of the fine-tuning example: its table, its predictions and its plot."""
 
-import json
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,9 +9,8 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax._prediction.advice import Question, predictions
 from dynamiq_jax._prediction.cost_model import Network
-from examples import finetune_llm
 from examples.llm import plot, report
-from examples.llm.prediction import device_kind, predicted_seconds
+from examples.llm.prediction import predicted_seconds
 from examples.llm.recipe import Recipe
 from tests.support import llm_files
 
@@ -81,22 +78,6 @@ def test_predictions_are_those_of_advise(device, links, topology):
             assert seconds[at] == pytest.approx(expected[name], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("platform", "kind", "name"),
-    (
-        ("cpu", "cpu", "cpu"),
-        ("gpu", "NVIDIA H100 80GB HBM3", "gpu"),
-        ("tpu", "TPU v5 lite", "tpu_v5e"),
-        ("tpu", "TPU v5e", "tpu_v5e"),
-        ("tpu", "TPU v5p", "tpu_v5p"),
-        ("tpu", "TPU v5", "tpu_v5p"),
-        ("tpu", "TPU v6 lite", "tpu_v6e"),
-    ),
-)
-def test_devices_have_the_names_of_the_cost_model(platform, kind, name):
-    assert device_kind(platform, kind) == name
-
-
 def task_on(workers, rows=7):
     """A task with a million parameters on virtual devices."""
     return SimpleNamespace(
@@ -135,27 +116,3 @@ def test_the_plot_shows_every_loss(count, tmp_path, monkeypatch):
     expected = [([1, 2, 3], [8.1, 6.0, 4.0]), ([0, 3], [8.0, 5.0], "o")]
     assert drawn == expected * count
     assert (tmp_path / "losses.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_without_matplotlib_one_line_says_so(files, tmp_path, monkeypatch, capsys):
-    """The run ends as otherwise: with its report, its records and its model."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(finetune_llm, "make_mesh", lambda options: llm_files.mesh_of(2))
-    options = finetune_llm.Options(
-        checkpoint=files / "start",
-        data=files / "chats.jsonl",
-        method="exact",
-        context=64,
-        steps=1,
-        output_dir=tmp_path / "output",
-    )
-    finetune_llm.main(options)
-    out = capsys.readouterr().out
-    assert out.count("pip install matplotlib") == 1
-    written = (tmp_path / "output" / "report.md").read_text()
-    assert written in out and cells(written)["held-out loss"]
-    names = {path.name for path in (tmp_path / "output").iterdir()}
-    assert names >= {"model", "metrics.jsonl"} and "losses.png" not in names
-    last = json.loads((tmp_path / "output" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert f"{last['evaluation_loss']:.4f}" in written

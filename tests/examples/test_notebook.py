@@ -41,11 +41,3 @@ def test_all_cells_were_run_in_order():
     images = [output for output in outputs if "image/png" in output.get("data", ())]
     assert len(images) == 1
     assert notebook.NOTEBOOK.stat().st_size < 150_000  # Git keeps every version.
-
-
-def test_links_lead_to_files():
-    cells = notebook.read().cells
-    text = "".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    links = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert links
-    assert [link for link in links if not (notebook.NOTEBOOK.parent / link).exists()] == []
