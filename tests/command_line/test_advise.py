@@ -239,21 +239,6 @@ def test_the_reason_not_to_compress_is_that_of_the_case(changes, why):
     assert "Do not compress" in text and why in text
 
 
-def test_psum_is_what_a_device_sends():
-    names = [answer(device=device)[1][0].name for device in ("gpu", "tpu_v5e", "cpu")]
-    assert names == ["psum, bf16", "psum, bf16", "psum, f32"]
-
-
-def test_topologies_differ_in_error_not_in_bytes():
-    _, (_, *compressed) = answer()
-    five = {option.name: option for option in compressed if option.bits == 5}
-    ring, butterfly, all_to_all = (
-        five[f"5 bits, {name}"] for name in ("ring", "butterfly", "all_to_all")
-    )
-    assert ring.sent == butterfly.sent == all_to_all.sent
-    assert ring.error_growth > butterfly.error_growth > all_to_all.error_growth > 1
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     (

@@ -33,13 +33,13 @@ from dynamiq_jax._console.units import (
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._measurement import all_reduce
 from dynamiq_jax._measurement.all_reduce import Measurement, measure
-from dynamiq_jax._measurement.devices import make_mesh, workers_per_machine
+from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
 from dynamiq_jax._prediction.cost_model import CodecSpeed
 from dynamiq_jax._prediction.device_speeds import DEVICE_KINDS, kind_of
 from dynamiq_jax.methods import METHODS
-from dynamiq_jax.topologies import TOPOLOGIES, Ring
+from dynamiq_jax.topologies import TOPOLOGIES
 from tests.support.commands import ROOT, command, on_two_processes, shown
 
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
@@ -54,12 +54,6 @@ def test_every_method_and_topology_can_be_written(method, topology):
     setting = parse_setting(f"{method}:{topology}")
     assert setting.method == METHODS[method]()
     assert setting.topology == TOPOLOGIES[topology]()
-
-
-def test_options_reach_method_and_topology():
-    setting = parse_setting("dynamiq:4.5:ring:rounding=independent:unroll=True")
-    assert (setting.method.bits, setting.method.rounding) == (4.5, "independent")
-    assert setting.topology == Ring(unroll=True)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +94,7 @@ def test_no_setting_is_measured_twice_or_not_at_all(texts):
         parse_settings(texts)
 
 
-def test_bytes_are_those_of_the_method():
-    size, workers = 2**20, 4
-    assert parse_setting("psum").wire_report(size, workers).bytes_per_worker == 6 * size
-    assert parse_setting("exact").wire_report(size, workers).bytes_per_worker == 6 * size
-    assert parse_setting("dynamiq:5").wire_report(size, workers).bits == pytest.approx(5, abs=0.01)
-
-
 # ------------------------------------------------------------------------------- units
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8Mi", 2**23), ("1.5M", 1_500_000), ("4096", 4096), ("2Ki", 2048), ("7B", 7 * 10**9)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
 
 
 @example(16_100, "K", False)  # 16.1 * 1000 is 16100.000000000002 in binary
@@ -226,10 +205,6 @@ def test_codec_ns_is_what_the_cost_model_calls_it(link, sharing):
     row = record(result("dynamiq:5", 0.03, 10**5), [], link, sharing)
     speed = CodecSpeed(ns_per_coordinate=row["codec_ns"])
     assert sharing * speed.seconds(row["size"], 9) == pytest.approx(row["codec_seconds"])
-
-
-def test_workers_on_cpus_share_a_machine(data_mesh):
-    assert workers_per_machine(data_mesh(4)) == 4
 
 
 def test_the_command_that_goes_on_is_that_of_the_largest_size():

@@ -1,22 +1,16 @@
 """`dynamiq-jax compare`: what it reads, what it measures, and what it says."""
 
-import dataclasses
-import functools
 import json
 import sys
-import types
 import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tyro
 from safetensors.numpy import save_file
 
 import dynamiq_jax as dq
-from benchmarks.error import dump_gradients
-from benchmarks.training.small_lm.model import ModelConfig
 from dynamiq_jax import _commands as commands
 from dynamiq_jax._commands.compare import DEFAULTS, Compare
 from dynamiq_jax._console.errors import CommandError
@@ -25,7 +19,6 @@ from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_mean, relative_errors
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from dynamiq_jax.methods._registry import PRESETS
-from examples.tools.small_decoder import small_config
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated
 
@@ -65,29 +58,6 @@ def test_safetensors_and_half_precision_are_read_as_well(tmp_path):
     assert (label, none) == ("", [])
     assert found["embedding"].dtype == np.float32
     np.testing.assert_array_equal(found["embedding"], arrays["embedding"].astype(np.float32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ("transformer", "decoder"))
-def test_the_benchmark_writes_such_a_file(tmp_path, model, monkeypatch):
-    """Different gradients of every worker; those of a later step are others."""
-    text = np.random.default_rng(0).integers(64, size=2000, dtype=np.int32)
-    corpora = types.SimpleNamespace(vocabulary=64, source_code=text, reference=text)
-    monkeypatch.setattr(dump_gradients, "load_corpora", lambda: corpora)
-    small = functools.partial(ModelConfig, width=32, layers=1)
-    monkeypatch.setattr(dump_gradients, "ModelConfig", small)
-    config = dataclasses.replace(small_config(64), layers=1, width=64, mlp_width=64, head_dim=16)
-    monkeypatch.setattr(dump_gradients, "small_config", lambda vocabulary: config)
-    path = tmp_path / "g.npz"
-    options = f"--workers 8 --steps 0 1 --pretrain-steps 1 --model {model} --output {path}"
-    # The suite is stricter than JAX is for its users.
-    with jax.numpy_dtype_promotion("standard"):
-        dump_gradients.main(tyro.cli(dump_gradients.Config, args=options.split()))
-    first, second = gradient_files.load(path).values()
-    assert first.keys() == second.keys()
-    for name, leaf in first.items():
-        assert leaf.shape[0] == 8 and 0 < vnmse(*leaf[:2]) < 100, name
-        assert np.any(leaf != second[name]), name
 
 
 @pytest.mark.parametrize(
@@ -204,13 +174,6 @@ def test_too_few_devices_are_refused():
         Simulation(parse_setting("exact:ring"), gradients)
 
 
-def test_no_compression_has_no_error():
-    gradients = two_leaves()
-    found = Simulation(parse_setting("exact:ring"), gradients)(gradients, (0,))
-    assert found.vnmse < 1e-12
-    assert found.gain == pytest.approx(1, abs=1e-6)
-
-
 def test_a_biased_method_shows_its_gain():
     class Half:
         name = "half"
@@ -224,18 +187,6 @@ def test_a_biased_method_shows_its_gain():
     assert 0.3 < kept.gain < 1
     # What is left out is orthogonal to what is kept.
     assert kept.vnmse == pytest.approx(1 - kept.gain, rel=0.01)
-
-
-def test_unequal_replicas_are_found():
-    class Broken:
-        name = "broken"
-
-        def all_reduce(self, tree, axis_name, key):
-            one = jax.lax.axis_index(axis_name).astype("float32")
-            return {name: leaf + one for name, leaf in tree.items()}
-
-    gradients = two_leaves()
-    assert not Simulation(Broken(), gradients)(gradients, (0,)).replicas_equal
 
 
 def test_replicas_are_compared_bit_by_bit():

@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
@@ -88,31 +86,6 @@ def test_the_bytes_are_those_of_the_report():
     assert exact.total == pytest.approx(8e-9 * 4 * SIZE * 2 * 7 / 8)
 
 
-@given(n=st.sampled_from((2, 4, 8, 64, 1024)), gbit=st.floats(0.1, 400))
-def test_slower_parts_take_longer(n, gbit):
-    network = Network(gbit_per_s=gbit)
-    slower = dataclasses.replace(network, gbit_per_s=gbit / 2)
-    farther = dataclasses.replace(network, latency_us=500.0)
-    for topology in (Ring(), Butterfly(), AllToAll()):
-        base = predicted(topology, network, n=n).total
-        assert predicted(topology, slower, n=n).total > base
-        assert predicted(topology, farther, n=n).total > base
-        codec = CodecSpeed(ns_per_coordinate=1.0)
-        assert predicted(topology, network, n=n, codec=codec).total == pytest.approx(
-            base + 1e-9 * SIZE
-        )
-
-
-def test_fewer_steps_and_crowded_networks():
-    times = [predicted(t, SLOW, n=64).total for t in (Ring(), Butterfly(), AllToAll())]
-    assert times[0] > times[1] > times[2]
-    crowded = dataclasses.replace(SLOW, oversubscription=4.0)
-    assert predicted(Ring(), crowded).total == predicted(Ring(), SLOW).total
-    # The half of the bytes that is scattered takes four times as long.
-    ratio = predicted(AllToAll(), crowded).total / predicted(AllToAll(), SLOW).total
-    assert ratio == pytest.approx(2.5, rel=0.01)
-
-
 # ---------------------------------------------------------------------------- what they favor
 
 
@@ -156,14 +129,6 @@ def test_an_all_to_all_of_many_workers_orders_sums_again():
     assert times["ring", 4] == times["all_to_all", 4] == times["ring", 8]
     assert times["all_to_all", 8] == pytest.approx(times["ring", 8] + 0.2e-9 * SIZE)
     assert fastest(network, codec=speed) == Butterfly()
-
-
-def test_compression_pays_by_the_speed_of_the_codec():
-    """On one network, for a codec that is fast enough."""
-    network = Network(gbit_per_s=10.0)
-    slow, fast = (CodecSpeed(ns_per_coordinate=ns) for ns in (100.0, 0.01))
-    assert fastest(network, codec=slow) is None
-    assert fastest(network, codec=fast) == AllToAll()
 
 
 def test_every_kind_of_device_has_speeds():

@@ -22,7 +22,7 @@ from pallas_kernels.codec.rounding import ROUNDINGS
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import CALLS, HARD
 from tests.support.broken_backends import BROKEN, backend
-from tests.support.commands import command, on_two_processes
+from tests.support.commands import command
 
 CASE = "two widths"
 SMALL = {"cases": (CASE,), "size": "4Ki", "repeats": 1}
@@ -194,13 +194,6 @@ def test_bytes_without_a_meaning_are_not_compared():
     assert base.size - 100 * 32 < found.compared < base.size
 
 
-def test_an_output_of_another_shape_is_named():
-    trial = CASES[CASE].trial()
-    wide, narrow = np.zeros((3, 256), np.float32), np.zeros(3, np.uint32)
-    with pytest.raises(ValueError, match=r"is uint32\[3\], and that of the base float32\[3, 256\]"):
-        differences.compare(narrow, wide, trial.layout, trial.widths)
-
-
 def test_steps_of_rounding_are_told_from_wrong_bytes():
     """A code or a scale by one step is a rounding; any other byte is not."""
     trial = CASES[CASE].trial()
@@ -305,13 +298,3 @@ def test_interpreted_kernels_on_this_cpu(tmp_path):
     assert [c["verdict"] for c in found] == had and len(had) == len(CALLS)
     assert {"platform", "devices", "processes", "jax", "device"} <= {*kept["environment"]}
     assert kept["results"]["speeds"] == [] and len(kept["results"]["all_reduce"]) == 3
-
-
-@pytest.mark.slow
-def test_it_runs_over_several_processes(tmp_path):
-    small = ("--size", "4Ki", "--repeats", "1", "--interpret", "--backends", "xla")
-    first, second, kept = on_two_processes(tmp_path / "out.json", "verify", *small)
-    assert "2 devices" in first and "2 processes" in first
-    assert "devices" not in second  # the first one reports
-    assert kept["environment"]["processes"] == 2
-    assert [row["workers"] for row in kept["results"]["all_reduce"]] == [2, 2, 2]

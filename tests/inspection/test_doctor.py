@@ -209,12 +209,6 @@ def test_a_program_of_too_many_devices_is_an_error():
         parse_mesh(("data=1000000", "model=1000000"))
 
 
-def test_a_script_whose_step_is_smaller_is_an_error(script):
-    script.write_text(SCRIPT.replace("raise RuntimeError", "print"))
-    with pytest.raises(CommandError, match="Give a smaller --least"):
-        Doctor(target=script, arguments=("4",), least="1Gi").run()
-
-
 def test_what_is_neither_is_an_error(tmp_path):
     with pytest.raises(CommandError, match="no file"):
         Doctor(target=tmp_path / "missing.py").run()
