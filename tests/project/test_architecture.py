@@ -165,40 +165,6 @@ def test_the_product_imports_nothing_of_the_research():
     assert found == set()
 
 
-def test_the_core_knows_no_packet_loss():
-    """Neither by a name nor in a comment. The simulation has an adapter of its own."""
-    names = re.compile(r"byte_?spans|local_terms|terms_of|of_terms|lossy|packets?\b", re.I)
-    core = ("pallas_kernels", "dynamiq_jax._core", "dynamiq_jax.topologies", "dynamiq_jax.methods")
-    told = {
-        module: names.findall((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-        for module in LIBRARY
-        if any(inside(module, layer) for layer in core)
-    }
-    assert {module: matches for module, matches in told.items() if matches} == {}
-
-
-def maps_of_packages() -> dict[str, tuple[set[str], set[str]]]:
-    """Names in the map of a package's docstring, if it has one, and the modules of the package."""
-    maps = {}
-    for room in ("pallas_kernels", "examples", "benchmarks", "tests"):
-        for path in (ROOT / room).rglob("__init__.py"):
-            doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-            listed = set(re.findall(r"^(?:    )?(\w+)  +\S", doc, re.M))
-            folders = {p.parent.name for p in path.parent.glob("*/__init__.py")}
-            files = {p.stem for p in path.parent.glob("*.py")} - {"__init__"}
-            if listed:
-                maps[str(path.parent.relative_to(ROOT))] = (listed, files | folders)
-    return maps
-
-
-def test_maps_of_packages_are_complete():
-    maps = maps_of_packages()
-    assert len(maps) > 8
-    assert {room: listed ^ modules for room, (listed, modules) in maps.items()} == {
-        room: set() for room in maps
-    }
-
-
 def test_the_page_on_architecture_names_every_package_from_the_bottom_up():
     page = (ROOT / "docs/architecture.md").read_text()
     diagram, table = page.split("## The path of one call")[0].split("| package | content |")
@@ -327,19 +293,6 @@ def test_everything_public_has_a_docstring():
         ]
         silent = [n.name for n in public if not (ast.get_docstring(n) or is_override(n))]
         assert silent == [], module
-
-
-def test_docstrings_are_statements():
-    """They state what a function does or what an object is: none opens with a question word."""
-    question = re.compile(r"(What|How|Which|Whose|Where|When|Whether|See)\b")
-    found = [
-        (module, node.name)
-        for module, tree in LIBRARY.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and question.match(ast.get_docstring(node) or "")
-    ]
-    assert found == []
 
 
 def test_values_are_frozen():

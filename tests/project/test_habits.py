@@ -7,7 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -21,7 +20,6 @@ WORKFLOWS = {
     for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
 }
 MORE = WORKFLOWS["tests"]["jobs"]["more"]["strategy"]["matrix"]["target"]
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def recipe(target: str) -> list[str]:
@@ -93,19 +91,3 @@ def test_make_installs_the_version_of_jax_that_it_is_given():
     )
     assert "jax==0.10.0 jaxlib==0.10.0" in oldest
     assert "jax==" not in newest
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_forms_have_fields_with_names_of_their_own(path):
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= form.keys()
-    names = [field["id"] for field in form["body"]]
-    assert len(set(names)) == len(names) > 0
-    assert all(field["attributes"]["label"] for field in form["body"])
-
-
-def test_a_bug_report_asks_for_versions_bytes_and_the_step():
-    text = (ROOT / ".github/ISSUE_TEMPLATE/bug_report.yml").read_text()
-    for asked in ("jax.print_environment_info()", "dq.wire_report(", "dq.inspect("):
-        assert asked in text
-    assert "http" not in text  # the repository has no address yet
