@@ -52,32 +52,6 @@ def test_another_default_generator():
             assert dq.vnmse(mean[0], gradients.mean(0)) < 0.05, "the mean is not close"
 
 
-def test_axes_of_one_device():
-    """Megatron: the same script on one host, or on hosts with one device: an axis of size 1."""
-    gradients = normal(2, 2048)
-    for shape in ((1, 2), (2, 1)):
-        mesh = jax.make_mesh(
-            shape, ("hosts", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2]
-        )
-        axes = ("hosts", "local")
-        mean = jax.jit(
-            jax.shard_map(
-                lambda g, axes=axes: dq.pmean(g[0], axes, key=jax.random.key(0), method="bf16"),
-                mesh=mesh,
-                in_specs=P(axes),
-                out_specs=P(),
-            )
-        )(gradients)
-        assert dq.vnmse(mean, gradients.mean(0)) < 1e-4, shape
-
-
-def test_bfloat16_terms_that_vanish():
-    """Megatron (Megatron-LM#205): small terms of bfloat16 gradients are lost in a bfloat16 sum."""
-    terms = jnp.array([256.0] + [1.0] * 7, jnp.bfloat16)[:, None]  # 256 + 1 is 256 in bfloat16
-    mean = mean_of(terms)
-    assert (mean == jnp.bfloat16(263 / 8)).all(), mean
-
-
 def test_caches_that_are_cleared():
     """JAX (jax#10828): programs clear the caches of JAX to free memory, and go on."""
     w, x = normal(64, 32), normal(8, 64, seed=1)
@@ -142,26 +116,6 @@ def test_devices_in_reverse_order():
     assert dq.vnmse(grads, jax.grad(loss_fn)(w, x)) < 1e-4, "the gradient is not that of the batch"
 
 
-def test_eight_bit_counters_near_their_limit():
-    """PyTorch DDP: an average of 8-bit integers wraps around, since their sum is made in 8 bits."""
-    for dtype, value in ((jnp.int8, 100), (jnp.int8, -100), (jnp.uint8, 250), (jnp.int16, 30_000)):
-        counts = jnp.full((4, 8), value, dtype)
-        mean = mean_of(counts)
-        assert mean.dtype == dtype and (mean == value).all(), (dtype, mean[0, 0])
-
-
-def test_embedding_rows_that_nobody_used():
-    """Horovod (horovod#679): embedding gradients with a few rows on each worker, else zeros."""
-    used = jnp.array([[3, 200], [3, 15]])
-    gradients = jax.vmap(lambda rows, g: jnp.zeros((256, 256)).at[rows].set(g))(
-        used, normal(2, 2, 256)
-    )
-    mean = mean_of(gradients, "mxfp8")[0]
-    arrived = jnp.flatnonzero(jnp.any(mean != 0, axis=1)).tolist()
-    assert arrived == [3, 15, 200], arrived
-    assert dq.vnmse(mean, gradients.mean(0)) < 0.01, "rows that were used are not close"
-
-
 def test_frozen_part_of_a_model():
     """optax: labels choose an optimizer for each part of a model, and one part is frozen."""
     params, x = {"head": normal(64, 32), "base": normal(64, 32, seed=1)}, normal(8, 64, seed=2)
@@ -182,14 +136,6 @@ def test_frozen_part_of_a_model():
     assert loss_fn(after, x) < loss_fn(params, x), "the loss has not fallen"
 
 
-def test_gradients_of_very_different_sizes():
-    """DeepSpeed: one worker with a gradient a million times larger, as of a broken example."""
-    gradients = normal(4, 4096) * jnp.array([1e-3, 1.0, 1e3, 1e-12])[:, None]
-    mean = mean_of(gradients)
-    assert (mean == mean[0]).all(), "replicas differ"
-    assert dq.vnmse(mean[0], gradients.mean(0)) < 0.05, dq.vnmse(mean[0], gradients.mean(0))
-
-
 def test_hyperparameters_in_the_state():
     """optax#412: inject_hyperparams makes arrays of all numbers of a transformation.
 
@@ -203,15 +149,6 @@ def test_hyperparameters_in_the_state():
     for tx, rate in ((optax.chain(reduction, optax.sgd(0.1)), 0.1), (whole, 0.1)):
         after, _ = train_step(tx, loss_fn)(w, tx.init(w), x)
         assert dq.vnmse((w - after) / rate, jax.grad(loss_fn)(w, x)) < 1e-4, "another update"
-
-
-def test_infinity_in_a_bias():
-    """PyTorch AMP: an overflow in a small tensor has to stop the step, and not spoil others."""
-    tree = {"kernel": normal(2, 2048), "bias": jnp.zeros((2, 4)).at[1, 2].set(-jnp.inf)}
-    mean = mean_of(tree, "mxfp8")
-    assert (mean["bias"][:, 2] == -jnp.inf).all(), mean["bias"]
-    assert jnp.isfinite(mean["bias"]).sum() == 6, mean["bias"]
-    assert jnp.isfinite(mean["kernel"]).all(), "the kernel is not finite"
 
 
 def test_keys_that_are_used_twice():
@@ -229,36 +166,6 @@ def test_last_devices_of_a_host():
     grads = gradient(loss_fn, mesh)(w, x)
     assert {d.id for d in grads.devices()} == {5, 6}, "the gradient is on other devices"
     assert dq.vnmse(grads, jax.grad(loss_fn)(w, x)) < 1e-4, "the gradient is not that of the batch"
-
-
-def test_layers_under_vmap():
-    """haiku: layers that are stacked and mapped over: a collective is inside of a second vmap."""
-    layers = normal(2, 3, 1024)  # workers, layers
-
-    def mean_of_layers(g):
-        return jax.vmap(lambda g: dq.pmean(g, "data", key=jax.random.key(0), method="mxfp8"))(g)
-
-    def mean_of_each(g):
-        return [dq.pmean(g[n], "data", key=jax.random.key(0), method="mxfp8") for n in range(3)]
-
-    mapped, each = on_workers(mean_of_layers, layers), on_workers(mean_of_each, layers)
-    for n in range(3):
-        assert (mapped[:, n] == each[n]).all(), n
-
-
-def test_leaves_that_hold_nothing():
-    """optax: parameters of size 0, as of a layer without units, and None in their place."""
-    tree = {
-        "empty": jnp.zeros((2, 0, 128)),
-        "none": None,
-        "number": jnp.array([1.0, 3.0]),
-        "narrow": jnp.ones((2, 3, 0), jnp.bfloat16),
-    }
-    for method in ("dynamiq:5", "mxfp8", "exact"):
-        mean = mean_of(tree, dq.Compression(method, exact_below=0), check_vma=True)
-        assert jax.tree.structure(mean) == jax.tree.structure(tree), method
-        assert mean["empty"].shape == (2, 0, 128) and mean["narrow"].dtype == jnp.bfloat16, method
-        assert (mean["number"] == 2).all(), (method, mean["number"])
 
 
 def test_map_over_the_optimizer_state():
@@ -446,16 +353,6 @@ def test_settings_that_are_copied_and_pickled():
     for thing in objects:
         for again in (copy.copy(thing), copy.deepcopy(thing), pickle.loads(pickle.dumps(thing))):
             assert again == thing, thing
-
-
-def test_single_numbers_on_odd_workers():
-    """Horovod: tensors of one element, or of fewer elements than workers, on 3, 5 and 7 workers."""
-    for workers in (3, 5, 7):
-        tree = {"number": normal(workers), "one": normal(workers, 1), "few": normal(workers, 2)}
-        mean = mean_of(tree, dq.Compression("bf16", exact_below=0))
-        for name, leaf in tree.items():
-            assert (mean[name] == mean[name][0]).all(), (workers, name, "replicas differ")
-            assert dq.vnmse(mean[name][0], leaf.mean(0)) < 1e-3, (workers, name)
 
 
 def test_threads_that_trace_at_once():
