@@ -251,15 +251,6 @@ def test_python_numbers_and_constants_count_once_per_worker(data_mesh, where):
     }
 
 
-def test_numpy_arrays_that_a_jit_closes_over_are_reduced():
-    g = of_workers(0, 4, 4096)
-
-    def total(key):
-        return jax.vmap(lambda g: dq.psum(g, "data", key=key, method="bf16"), axis_name="data")(g)
-
-    np.testing.assert_array_equal(jax.jit(total)(KEY), total(KEY))
-
-
 def test_float0_leaves_pass_untouched():
     """`jax.grad` with `allow_int=True` makes them for integer parameters."""
 

@@ -142,11 +142,6 @@ def test_states_without_a_record():
     update(gradients, joined)
 
 
-def test_methods_without_states_have_no_record():
-    state = on_workers("bf16")[0](gradients_of(2))
-    assert state.method == state.metrics == {}
-
-
 @pytest.mark.parametrize("swapped", (False, True), ids=("own", "of the other"))
 def test_local_sgd_resets_them_too(swapped):
     local_sgd = LocalSGD(axis_name="data", every=1, method=FEEDBACK)

@@ -22,9 +22,9 @@ from dynamiq_jax.methods import (
     Method,
     resolve_method,
 )
-from tests.support.checkpoints import of_buckets
 from tests.support.counting import CountingZeros
 from tests.support.gradients import of_workers, vnmse
+from tests.support.states import of_buckets
 from tests.support.workers import STOCHASTIC, Decaying
 
 NUM_WORKERS = 4
@@ -98,25 +98,7 @@ def momentum(data_mesh):
     return optimizer, stepper(optimizer, data_mesh(NUM_WORKERS))
 
 
-def run(step, state, params, first: int, last: int):
-    """Parameters, state and all updates after steps `first .. last`."""
-    history = []
-    for index in range(first, last):
-        updates, state = step(gradients(index), state, params)
-        params = optax.apply_updates(params, updates)
-        history.append(updates)
-    return params, state, history
-
-
 # ------------------------------------------------------------------------------------- the update
-
-
-def test_updates_are_the_mean_of_the_gradients():
-    tree = gradients(0)
-    updates, _ = Reducer()(tree)
-    for name, leaf in tree.items():
-        error = vnmse(updates[name], leaf.mean(axis=0, dtype=np.float64))
-        assert error < 1e-12 if name == "bias" else 1e-6 < error < 1e-4
 
 
 def test_the_chain_is_the_mean_followed_by_the_rest(momentum):
@@ -150,20 +132,6 @@ def test_the_state_is_a_plain_pytree_that_keeps_its_shape(method="mxfp8"):
     updates, after = jax.eval_shape(update, stacked)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert described(updates) == described(stacked)
-
-
-def test_a_checkpoint_resumes_the_run_bit_for_bit(momentum, tmp_path):
-    optimizer, step = momentum
-    _, _, uninterrupted = run(step, optimizer.init(params()), params(), 0, 4)
-    half, state, before = run(step, optimizer.init(params()), params(), 0, 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step_2", {"params": half, "state": state})
-    abstract = jax.eval_shape(lambda: {"params": params(), "state": optimizer.init(params())})
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(tmp_path / "step_2", abstract)
-    assert_same_bits(restored, {"params": half, "state": state})
-    _, _, after = run(step, restored["state"], restored["params"], 2, 4)
-    assert_same_bits(before + after, uninterrupted)
 
 
 @pytest.mark.sampled(2)

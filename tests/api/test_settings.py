@@ -145,24 +145,6 @@ def test_dtypes(dtype, data_mesh):
     check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(dtype))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", NAMES)
-def test_double_precision_is_that_of_single(name, data_mesh):
-    """It goes through float32, and comes back in its own dtype."""
-    fn = steps(NAMES[name])
-    with jax.enable_x64(True):
-        mapped = on_workers(data_mesh(NUM_WORKERS), fn)
-        values = gradients(np.float64)
-        if name != "bf16":  # the others are cast by the same code
-            mean, _ = jax.eval_shape(mapped, values)
-            assert mean.dtype == np.float64
-            return
-        mean, _ = jax.jit(mapped)(values)
-        assert mean.dtype == np.float64
-        single, _ = jax.jit(mapped)(gradients())
-    np.testing.assert_array_equal(mean, single)
-
-
 def test_train_steps(data_mesh):
     """Of functions that are differentiated."""
     mesh, method = data_mesh(NUM_WORKERS), STOCHASTIC

@@ -219,12 +219,3 @@ def test_sources_that_do_not_fit_are_refused():
     message = r"size=4 is less than the 9 coordinates of float32\[9\]\. Give at least as many"
     with pytest.raises(ValueError, match=message):
         pad(jnp.zeros(9), 4)
-
-
-def test_errors_name_one_of_thousands_of_arrays():
-    columns = (4,) * 3000
-    with pytest.raises(ValueError, match="of result 2999, which has 4 columns") as of_table:
-        Table((Segment(0, 0, 2999, 1, 4),), columns, columns)
-    with pytest.raises(ValueError, match="Source 2999 is") as of_sources:
-        copy([jnp.zeros((1, 4))] * 2999 + [jnp.zeros((1, 5))], Table((), columns, (1,)))
-    assert max(len(str(each.value)) for each in (of_table, of_sources)) < 200

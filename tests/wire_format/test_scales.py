@@ -93,26 +93,6 @@ def test_scales_cover_their_group_and_waste_less_than_one_step(seed):
     assert np.asarray(group_bytes).max() >= 254  # the super-scale is at most 2^-7 above its row
 
 
-@given(seed=seeds, power=st.integers(-60, 60))
-def test_powers_of_two_move_only_the_exponent(seed, power):
-    maxima = random_maxima(seed, -20, 20)
-    group_bytes, super_bits = quantize(maxima)
-    scaled_bytes, scaled_bits = quantize(np.ldexp(maxima, power))
-    np.testing.assert_array_equal(scaled_bytes, group_bytes)
-    shift = np.asarray(scaled_bits).astype(int) - np.asarray(super_bits).astype(int)
-    assert set(shift) == {power << 7}
-
-
-def test_zeros_have_scale_zero():
-    maxima = np.zeros((ROWS, GROUPS), np.float32)
-    maxima[1:, 2] = 0.7  # the other groups of these rows stay zero
-    group_bytes, super_bits = (np.asarray(part) for part in quantize(maxima))
-    assert (super_bits == 0).tolist() == [True] + [False] * (ROWS - 1)
-    np.testing.assert_array_equal(group_bytes != 0, maxima != 0)
-    steps = np.asarray(reconstruct(group_bytes, super_bits))
-    np.testing.assert_array_equal(steps != 0, maxima != 0)
-
-
 @pytest.mark.parametrize("bad", (np.nan, np.inf, np.finfo(np.float32).max))  # above bfloat16
 def test_a_row_that_is_not_finite_carries_the_one_nan_and_leaves_others_alone(bad):
     maxima = random_maxima(0)
