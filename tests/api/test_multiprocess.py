@@ -23,7 +23,6 @@ def results() -> list[dict[str, np.ndarray]]:
     return processes.run(sums, [(gradients(),)] * NUM_PROCESSES, devices=LOCAL_DEVICES)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_hold_the_bits_of_the_simulation(results, name):
     axes, reduce = CASES[name]

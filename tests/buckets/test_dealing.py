@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dynamiq_jax._buckets.dealing import Dealing
 
 
-@settings(max_examples=12)  # each compiles
+@settings(max_examples=6)  # each compiles
 @given(
     columns=st.lists(
         st.integers(1, 3000) | st.integers(1, 12).map(lambda n: 256 * n), min_size=1, max_size=4

@@ -41,9 +41,13 @@ def sum_of_chunk(chunk) -> np.ndarray:
     return np.asarray(jax.jit(hop)(FIRST()[:1], LOCAL, jnp.int32(chunk), jnp.int32(1)))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("topology", ["ring", "all_to_all"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("topology", "check_vma"),
+    [
+        ("ring", True),
+        *(pytest.param("all_to_all", vma, marks=pytest.mark.slow) for vma in (True, False)),
+    ],
+)
 def test_an_all_reduce_on_many_devices_is_that_of_the_base(topology, check_vma, data_mesh):
     """The devices share one pool of threads, and wait for each other."""
     workers = 8

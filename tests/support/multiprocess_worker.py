@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS
+from tests.support.workers import STOCHASTIC
 
 NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7
@@ -29,7 +29,7 @@ def sum_in_halves(gradient, axis_name):
 HIERARCHICAL = ("hosts", "local")
 # name: (axes of the mesh, collective of a gradient)
 CASES = {
-    "ring": ("data", sum_by(TWO_WIDTHS)),
+    "ring": ("data", sum_by(STOCHASTIC)),
     "butterfly": ("data", sum_by(STOCHASTIC, topology="butterfly")),
     "all_to_all": ("data", sum_by(STOCHASTIC, topology="all_to_all")),
     "hierarchical": (HIERARCHICAL, sum_by(STOCHASTIC)),
