@@ -40,6 +40,7 @@ class Waiting:
     selection: Selection
     uses: Mapping[Value, int]  # number of uses of each value
     carries: Mapping[Value, int]  # inputs of a loop's body that are regarded as terms of a sum
+    added: Collection[Value]  # values that are added to sums
     may_leave: bool  # whether sums may leave the program
     # By their results: the sums, and the equations that make them.
     sums: dict[Value, Member] = dataclasses.field(default_factory=dict)
@@ -71,8 +72,9 @@ class Waiting:
         if not is_psum or is_unreduced or any(each.kind != first.kind for each in members):
             return None
         others = [key for key in node.inputs if key not in keys and not isinstance(key, Constant)]
-        # A number of a program of one worker may differ on the others.
-        if others and (first.workers is None or not set(others).isdisjoint(waiting)):
+        # A number of a program of one worker may differ on the others. Zeros do not.
+        may_differ = first.workers is None and name not in _OF_SEVERAL
+        if others and (may_differ or not set(others).isdisjoint(waiting)):
             return None
         if not self._gains(node, members):
             return None
@@ -108,7 +110,7 @@ class Waiting:
         )
         is_compressed = any(each.why_exact is None for each in members)
         if name in _BY_A_NUMBER | _RESHAPING or name == "sharding_constraint":
-            return self.may_leave
+            return self.may_leave or (name in _BY_A_NUMBER and node.outputs[0] in self.added)
         if name in ("convert_element_type", "reduce_sum"):
             return is_compressed or self.may_leave or (name == "reduce_sum" and before == after)
         return True
@@ -154,7 +156,7 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     """Return the function of a linear equation, of its inputs that are variables."""
     name = node.equation.primitive.name
     # Terms vary over the axes of the sum. Numbers have to, too: functions of `jax.lax` see to it.
-    function = {"mul": lax.mul, "div": lax.div}.get(name)
+    function = {"mul": lax.mul, "div": lax.div, "add": lax.add, "sub": lax.sub}.get(name)
     if function is None:
         return functools.partial(equations.evaluate, node.equation)
     return lambda *values: [function(*equations.with_literals(node.equation, values))]
@@ -205,22 +207,17 @@ def totals_among(left: Mapping[int, Member]) -> set[int]:
     }
 
 
-def totals_of_turns(
-    nodes: Sequence[Node],
-    inputs: Sequence[Variable],
-    uses: Mapping[Value, int],
-    carried: Mapping[int, int],
-) -> dict[Value, int]:
-    """Return the inputs of a loop's body to which each turn may only add terms of a sum, with the
-    numbers of the outputs that replace them.
+def added_to_sums(
+    nodes: Sequence[Node], uses: Mapping[Value, int], totals: Collection[Value]
+) -> set[Value]:
+    """Return the values that are added to sums, or to inputs of a loop's body which may be totals,
+    as they are or times numbers.
 
     Args:
-      nodes: equations of the body.
-      inputs: inputs of the body.
+      nodes: equations of the program.
       uses: number of uses of each value.
-      carried: inputs that the next turn takes, by the numbers of outputs that begin at zero.
+      totals: the inputs that may be totals.
     """
-    totals = {inputs[place]: number for number, place in carried.items()}
     sums: set[Value] = {value for value in totals if uses[value] == 1}
     added: set[Value] = set()
     for node in nodes:
@@ -230,6 +227,7 @@ def totals_of_turns(
             sums.update(node.outputs)
         if is_linear and node.equation.primitive.name in _OF_SEVERAL:
             added.update(linear)
-    return {
-        value: number for value, number in totals.items() if uses[value] == 1 and value in added
-    }
+    for node in reversed(nodes):
+        if node.equation.primitive.name in _BY_A_NUMBER and node.outputs[0] in added:
+            added.update(key for key in _linear_inputs(node) if key not in totals)
+    return added

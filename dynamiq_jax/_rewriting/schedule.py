@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from dynamiq_jax._inputs.shards import over
 from dynamiq_jax._rewriting import inner
-from dynamiq_jax._rewriting.in_front import Waiting, behind, totals_among, totals_of_turns
+from dynamiq_jax._rewriting.in_front import Waiting, added_to_sums, behind, totals_among
 from dynamiq_jax._rewriting.nodes import Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.placement import Placement
 from dynamiq_jax._rewriting.reading import flat, kept_apart, value_of
@@ -86,8 +86,10 @@ class _Scheduler:
 
     def schedule(self) -> EvaluationSchedule:
         """Return the schedule of the program, and collect its sums."""
-        carried = {i: self._program.carried[i] for i in self._program.totals}
-        carries = totals_of_turns(self._nodes, self._inputs, self._uses, carried)
+        totals = {self._inputs[self._program.carried[i]]: i for i in self._program.totals}
+        self._added = added_to_sums(self._nodes, self._uses, totals)
+        # Inputs to which each turn of a loop may only add terms, and the outputs that replace them.
+        carries = {value: i for value, i in totals.items() if value in self._added}
         before = len(self._sums)
         while True:
             steps, left, failed = self._in_order(carries)
@@ -120,7 +122,7 @@ class _Scheduler:
         while remaining:
             later: list[Node] = []
             may_leave = bool(self._program.leaving or carries)
-            found = Waiting(self._selection, self._uses, carries, may_leave)
+            found = Waiting(self._selection, self._uses, carries, self._added, may_leave)
             waiting: set[Value] = set(carries)
             order_matters = False
             for node in remaining:

@@ -342,8 +342,8 @@ def accumulated_by_a_loop_of_python(place):
         loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, params)
         for each in zip(x, y, strict=True):
             one = jax.value_and_grad(squares)(params, *each)
-            loss, gradients = jax.tree.map(jnp.add, (loss, gradients), one)
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, gradients), loss / 2
+            loss, gradients = jax.tree.map(lambda a, b: a + b / 2, (loss, gradients), one)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
     batch = place.put((X.reshape(2, 8, -1), Y.reshape(2, 8, -1)), None, "data")
     return Step(step, place.put(MATRICES), batch)

@@ -131,6 +131,21 @@ def test_a_small_sum_that_a_large_one_needs_does_not_split_the_group(mesh):
     assert len(report.compressed) == 2
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("scale", [lambda g: g, lambda g: g / 2, lambda g: 0.5 * g])
+def test_scaled_means_that_are_added_are_one_sum(scale, check_vma, mesh):
+    """Micro-batches in a loop of Python, and what is not added: that keeps its rounding."""
+
+    def step(params, x, y):
+        total = jnp.zeros((32, 32))
+        for xs, ys in zip(*parts(x, y), strict=True):
+            total += scale(lax.pmean(own_gradient(params, xs, ys)["w"], "data"))
+        return total, 0.5 * lax.pmean(own_gradient(params, x, y)["v"], "data")
+
+    found = check(mapped(step, mesh, check_vma=check_vma)).compressed
+    assert sorted(each.sum.shape for each in found) == [(32, 32), (32, 32)]
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_small_sums_that_leave_a_loop_alone_are_summed(alone, mesh):
     """The large ones of the loop stay inside: the next turn needs them."""
