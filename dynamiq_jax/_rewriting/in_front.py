@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from dynamiq_jax._rewriting import unreduced
-from dynamiq_jax._rewriting.nodes import Constant, Node, Value, Variable
+from dynamiq_jax._rewriting.nodes import Constant, Node, Value
 from dynamiq_jax._rewriting.steps import Compute, Member
 from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, Selection
 from pallas_kernels._jax import equations

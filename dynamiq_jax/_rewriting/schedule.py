@@ -86,7 +86,9 @@ class _Scheduler:
 
     def schedule(self) -> EvaluationSchedule:
         """Return the schedule of the program, and collect its sums."""
-        totals = {self._inputs[self._program.carried[i]]: i for i in self._program.totals}
+        totals: dict[Value, int] = {
+            self._inputs[self._program.carried[i]]: i for i in self._program.totals
+        }
         self._added = added_to_sums(self._nodes, self._uses, totals)
         # Inputs to which each turn of a loop may only add terms, and the outputs that replace them.
         carries = {value: i for value, i in totals.items() if value in self._added}
