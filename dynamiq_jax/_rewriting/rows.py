@@ -11,6 +11,7 @@ compiler can split the first one alone.
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def _reshaped(equation: Equation, row: int) -> Row:
     before = equations.shape_of(equation.invars[0])
     after = equations.shape_of(equation.outvars[0])
     outer, size = math.prod(before[:row]), before[row]
-    for dim, others in enumerate(itertools.accumulate(after, initial=1)):
+    for dim, others in enumerate(itertools.accumulate(after, operator.mul, initial=1)):
         if dim == len(after) or others != outer or after[dim] <= 1:
             continue
         if size and (after[dim] % size == 0 or size % after[dim] == 0):

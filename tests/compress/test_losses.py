@@ -538,6 +538,22 @@ def test_rows_that_would_move_between_workers_are_an_error_with_their_spec():
     step = dq.compress(jax.jit(jax.grad(squares)), "hosts", method=OPTIONS)
     with pytest.raises(ValueError, match=r"'local' first: give 'hosts' .* \('local', 'hosts'\)"):
         step(W, x)
+    alone = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), axes)  # one device of each host
+    x = jax.device_put(X, NamedSharding(alone, P(("local", "hosts"))))
+    assert len(step.report(W, x).compressed) == 1
+
+
+def test_of_lost_rows_contractions_alone_are_in_the_report(data_mesh):
+    """Not the equations that compute with them in the backward pass."""
+
+    def loss(w, x):
+        rows = (x @ w).T.reshape(-1)  # features come first
+        return jnp.mean(jnp.tanh(rows) ** 2) + jnp.mean((x @ w) ** 2)
+
+    step = dq.compress(jax.jit(jax.grad(loss)), "data", method=OPTIONS)
+    report = step.report(*placed(data_mesh(WORKERS), Loss(loss)))
+    assert [each.sum.shape for each in report.sums] == [W.shape, W.shape[::-1]]
+    assert "'reshape'" in next(each.why_exact for each in report.sums if each.why_exact)
 
 
 @pytest.mark.parametrize("name", ["mean", "changes"])

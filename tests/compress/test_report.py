@@ -223,6 +223,9 @@ def test_exact_sums_have_bytes_and_the_number_of_times_too():
         (6,): (1, None),
         (8,): (1, 1 / 2 * 4 * 8),
     }
+    rows = {line.split("[")[1].split("]")[0]: line for line in str(report).splitlines()[1:]}
+    assert rows["3"].endswith(", 6 times") and rows["10"].endswith(", many times")
+    assert rows["1024"].endswith(", group 0")
 
 
 def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
@@ -234,6 +237,8 @@ def test_rows_that_are_alike_are_one_row_with_their_number(data_mesh):
     step = dq.compress(mean_of(data_mesh), "data", only=every_sum)
     alone = str(step.report(one)).splitlines()
     assert alone[1].startswith("psum test_report.py:")
+    two = str(step.report(one | {"p01": MANY["p01"]})).splitlines()
+    assert two[1].startswith("2 x  psum test_report.py:")
 
 
 def test_a_row_names_the_cell_of_a_notebook(data_mesh):
