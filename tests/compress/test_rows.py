@@ -1,4 +1,4 @@
-"""Rows through equations: where they come out, an equation takes each row as it takes all others."""
+"""Rows through equations: where they come out, each row is taken as all others are."""
 
 import jax
 import numpy as np
