@@ -22,7 +22,6 @@ from dynamiq_jax._measurement.settings import (
     Setting,
     installed,
     parse_settings,
-    topologies_in,
 )
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_mean, make_devices
 from dynamiq_jax.topologies import TOPOLOGIES
@@ -115,11 +114,6 @@ class Compare:
 
     def _check(self) -> None:
         for method in self.methods:
-            if topologies_in(method):
-                raise CommandError(
-                    f"--methods: {method!r} names a topology. Give it to --topologies, with which "
-                    "every method is measured."
-                )
             if method == PSUM:
                 raise CommandError(
                     f"--methods: {method!r} is not simulated. Give 'exact', sums without "

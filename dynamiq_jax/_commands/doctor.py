@@ -17,7 +17,7 @@ from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.findings import Evidence, Finding
-from dynamiq_jax._inspection.hlo import ProgramError, check_whole
+from dynamiq_jax._inspection.hlo import is_whole
 from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
 from pallas_kernels import operations
@@ -136,15 +136,13 @@ class Doctor:
             raise CommandError(
                 f"{self.target} is neither a script (.py) nor the text of an HLO program. {_REMEDY}"
             )
+        if not is_whole(text):
+            raise CommandError(f"{self.target} is cut off. {_REMEDY}")
+        known = Evidence(workers=self.workers)
         try:
-            check_whole(text)
-            known = Evidence(workers=self.workers)
             return inspect_text(text, known, meshes=meshes, devices_per_host=self.devices_per_host)
-        except ProgramError as error:
-            why = str(error)
         except Exception as error:  # a damaged text ends in any kind
-            why = f"cannot be read: {error!r:.200}."
-        raise CommandError(f"{self.target}: {why} {_REMEDY}")
+            raise CommandError(f"{self.target} cannot be read: {error!r:.200}. {_REMEDY}") from None
 
 
 def parse_mesh(texts: tuple[str, ...]) -> dict[str, int]:

@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,28 +16,21 @@ from dynamiq_jax._inspection.hlo import (
     HloInstruction,
     HloProgram,
     Place,
-    ProgramError,
     SourcePlaces,
     arrays_of,
     parts_of,
 )
 
-
-class _Traffic(NamedTuple):
-    """Messages of a kind of collective: rings are those of NCCL, and of gloo for large arrays."""
-
-    sent: Callable[[int], float]  # by one of `size` devices, for each byte of its result
-    route: Route
-
-
-_TRAFFIC = {
-    "collective-permute": _Traffic(lambda size: 1.0, "pairs"),
-    "collective-broadcast": _Traffic(lambda size: 1.0, "ring"),
-    "all-reduce": _Traffic(lambda size: 2 * (size - 1) / size, "ring"),
-    "all-gather": _Traffic(lambda size: (size - 1) / size, "ring"),
-    "all-to-all": _Traffic(lambda size: (size - 1) / size, "direct"),
-    "ragged-all-to-all": _Traffic(lambda size: (size - 1) / size, "direct"),
-    "reduce-scatter": _Traffic(lambda size: size - 1.0, "ring"),  # the result is a part
+# Bytes that one of `size` devices sends for each byte of its result, and their way. Rings are those
+# of NCCL, and of gloo for large arrays.
+_TRAFFIC: dict[str, tuple[Callable[[int], float], Route]] = {
+    "collective-permute": (lambda size: 1.0, "pairs"),
+    "collective-broadcast": (lambda size: 1.0, "ring"),
+    "all-reduce": (lambda size: 2 * (size - 1) / size, "ring"),
+    "all-gather": (lambda size: (size - 1) / size, "ring"),
+    "all-to-all": (lambda size: (size - 1) / size, "direct"),
+    "ragged-all-to-all": (lambda size: (size - 1) / size, "direct"),
+    "reduce-scatter": (lambda size: size - 1.0, "ring"),  # the result is a part
 }
 MOST_DEVICES = 2**20  # above all machines: a list of more would fill the memory
 
@@ -85,9 +77,6 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
 
     Args:
       text: text of an optimized program; empty for none.
-
-    Raises:
-      ProgramError: groups of devices that cannot be.
     """
     program, places = HloProgram(text), SourcePlaces(text)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
@@ -98,12 +87,11 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
         for line in computation.values():
             opcode = line.opcode.removesuffix("-start")
             if opcode in _TRAFFIC:
-                groups, traffic = groups_of(line, count), _TRAFFIC[opcode]
-                parts = devices.sent_by_hosts(groups, traffic.route)
-                for number, part in enumerate(_parts(line, computation)):
-                    arrays, origin = part
+                groups, (sent_of, route) = groups_of(line, count), _TRAFFIC[opcode]
+                of_hosts = devices.sent_by_hosts(groups, route)
+                for number, (arrays, origin) in enumerate(_parts(line, computation)):
                     result = sum(array.bytes for array in arrays)
-                    sent = traffic.sent(groups.shape[1]) * result * times
+                    sent = sent_of(groups.shape[1]) * result * times
                     yield CompiledCollective(
                         opcode=opcode,
                         arrays=tuple(arrays),
@@ -113,7 +101,7 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                         times=0 if number else times,
                         in_branch=in_branch,
                         bytes=sent,
-                        bytes_of_hosts=tuple(sent * part for part in parts) if parts else None,
+                        bytes_of_hosts=of_hosts and tuple(sent * share for share in of_hosts),
                         labels=labels(origin.source),
                         source=origin.source,
                         place=places.of(origin.attributes),
@@ -122,12 +110,9 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                 turns = program.trips(name, line)
                 again = times if turns is None else times * turns
                 yield from inside(line.called("body"), again, in_branch)
-            elif line.opcode in ("call", "async-start"):
-                role = "to_apply" if line.opcode == "call" else "calls"
-                yield from inside(line.called(role), times, in_branch)
-            elif line.opcode == "conditional":
-                for branch in line.callees:
-                    yield from inside(branch, times, True)
+            elif line.opcode in ("call", "async-start", "conditional"):
+                for callee in line.callees:
+                    yield from inside(callee, times, in_branch or line.opcode == "conditional")
 
     return list(inside(program.entry, 1, False)) if program.entry else []
 
@@ -166,17 +151,11 @@ def groups_of(line: HloInstruction, count: int) -> np.ndarray:
 
     Args:
       count: number of all devices, which are one group where none is named.
-
-    Raises:
-      ProgramError: groups of different sizes, without members, or of more devices than exist.
     """
     attributes = line.attributes
     if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{(\{.*?\})\}", attributes):
         groups = [re.findall(r"\d+", group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-        sizes = sorted({len(group) for group in groups})
-        if len(sizes) != 1 or sizes == [0]:
-            raise ProgramError(f"{line.name!r} has groups of {sizes} devices, not of one size.")
-        return np.array([[int(device) for device in group] for group in groups])
+        return np.array(groups, np.int64)
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? "
         r"\{([^}]*)\}",
@@ -186,26 +165,18 @@ def groups_of(line: HloInstruction, count: int) -> np.ndarray:
         return _of_named_axes(*named.groups())
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota is None:
-        return _numbered(line, [count])[None]
-    num_groups, members = int(iota[1]), int(iota[2])
-    devices = _numbered(line, [int(size) for size in iota[3].split(",")])
-    if num_groups * members != devices.size:
-        raise ProgramError(
-            f"{line.name!r} has {num_groups} groups of {members} devices, but lists {devices.size}."
-        )
+        return _numbered([count])[None]
+    devices = _numbered([int(size) for size in iota[3].split(",")])
     if iota[4]:
         devices = devices.transpose([int(d) for d in iota[4].split(",")])
-    return devices.reshape(num_groups, members)
+    return devices.reshape(int(iota[1]), int(iota[2]))
 
 
-def _numbered(line: HloInstruction, shape: list[int]) -> np.ndarray:
+def _numbered(shape: list[int]) -> np.ndarray:
     """Return the numbers of devices from 0 on, of a shape."""
     count = math.prod(shape)
     if not 0 < count <= MOST_DEVICES:
-        raise ProgramError(
-            f"{line.name!r} is a collective of {count} devices, but a program has 1 to "
-            f"{MOST_DEVICES}."
-        )
+        raise ValueError(f"a collective of {count} devices")
     return np.arange(count).reshape(shape)
 
 

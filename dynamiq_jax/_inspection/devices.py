@@ -60,7 +60,7 @@ class Devices:
         hosts = np.asarray(self.hosts)[groups]
         return "between hosts" if (hosts != hosts[:, :1]).any() else "inside a host"
 
-    def sent_by_hosts(self, groups: np.ndarray, route: Route) -> list[float] | None:
+    def sent_by_hosts(self, groups: np.ndarray, route: Route) -> tuple[float, ...] | None:
         """Return the bytes that each host sends to others; None if hosts are not known.
 
         The unit is what each device sends in all. A ring passes through the devices of a host one
@@ -80,5 +80,4 @@ class Devices:
             parts, members = np.unique(in_group, return_counts=True)
             senders, others = parts % count, size - members
             leaving = others > 0 if route == "ring" else members * others / max(size - 1, 1)
-        sent: list[float] = np.bincount(senders, leaving, minlength=count).tolist()
-        return sent
+        return tuple(np.bincount(senders, leaving, minlength=count).tolist())

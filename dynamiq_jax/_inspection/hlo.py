@@ -25,10 +25,6 @@ _CALLS = re.compile(
 _OURS = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(pallas_kernels.__file__).parent))
 
 
-class ProgramError(ValueError):
-    """Reason why the text of a program cannot be read, as a clause with its period."""
-
-
 class ArrayType(NamedTuple):
     """Type of one array of a result."""
 
@@ -121,6 +117,7 @@ class HloProgram:
         """Return how often the body of a loop runs; None where that is not a constant."""
         if known := loop.attribute(r'known_trip_count":\{"n":"(\d+)"'):
             return int(known)
+        # XLA for TPUs does not write it.
         condition = self.computations[loop.called("condition")]
         comparisons = [i for i in condition.values() if i.opcode == "compare"]
         if len(comparisons) != 1 or "direction=LT" not in comparisons[0].attributes:
@@ -198,10 +195,9 @@ def _origin(computation: HloComputation, name: str) -> HloInstruction:
     return value
 
 
-def check_whole(text: str) -> None:
-    """Raise ProgramError for a part of a program, which would show a part of its collectives."""
-    if not re.search(r"^ENTRY ", text, re.M) or text.rstrip().rpartition("\n")[2] != "}":
-        raise ProgramError("the text is cut off.")
+def is_whole(text: str) -> bool:
+    """Return whether a text is no part of a program, which would show a part of its collectives."""
+    return bool(re.search(r"^ENTRY ", text, re.M)) and text.rstrip().rpartition("\n")[2] == "}"
 
 
 class Place(NamedTuple):

