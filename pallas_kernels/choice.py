@@ -44,12 +44,6 @@ def message_dtype(implementation: str | None) -> DTypeLike:
 def run(implementation: str | None, operation: Operation, *arrays: Any, **static: Any) -> Any:
     """Run an operation by the named backend, or by the fastest one for the target platform.
 
-    Args:
-      implementation: name of a backend; None for the fastest one.
-      operation: the operation, such as `Backend.hop`.
-      *arrays: arrays that it takes.
-      **static: static arguments that it takes.
-
     Raises:
       ValueError: the named backend does not exist, cannot run here, cannot run this operation, or
         is refused by the check of its first use.

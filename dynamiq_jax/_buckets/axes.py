@@ -84,11 +84,7 @@ class Axes:
 
 
 def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
-    """Return the names of one axis or several as a tuple.
-
-    Args:
-      axis_name: a name, or a tuple of them.
-      argument: name of the argument of the user, for errors.
+    """Return the names of one axis or several as a tuple; `argument` is what errors name.
 
     Raises:
       ValueError: something else than a name, no name, or a name that occurs twice.
@@ -131,11 +127,7 @@ def _each(axis_name: Any) -> tuple[Any, ...]:
 
 
 def find_axes(axis_name: Any, *, single: bool = False) -> Axes:
-    """Find axes in scope by their names; see `dynamiq_jax.psum`.
-
-    Args:
-      axis_name: name of an axis, or several, the slowest first.
-      single: True if only one is possible.
+    """Find one axis in scope, or several unless `single`; see `dynamiq_jax.psum`.
 
     Raises:
       ValueError: see `axis_names`; a name that is no axis in scope; several of which one is

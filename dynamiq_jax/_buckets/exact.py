@@ -23,13 +23,8 @@ def all_reduce(
 
     All floating leaves that vary over the same axes are sent in one float32 message. Messages of
     float64 and of complex numbers keep these types, and each leaf of another type is a message of
-    its own. Quotients of integers are floored. A boolean result is True where any worker has True.
-
-    Args:
-      leaves: arrays by their index in the flattened tree.
-      axes: axes of the collective.
-      divisor: number that sums are divided by.
-      token: token that all messages wait for; see `order.after`.
+    its own. All of them wait for the token. Quotients of integers are floored. A boolean result is
+    True where any worker has True.
 
     Returns:
       Results by index, and an array of each message that arrived.
@@ -66,9 +61,7 @@ def all_reduce(
 def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
     """Count the bytes that each worker sends over the slow axis to sum leaves exactly.
 
-    Args:
-      axes: axes of the collective.
-      leaves: anything with `shape` and `dtype`.
+    Leaves have a `shape` and a `dtype`.
     """
     # Booleans are sent as bytes, numbers of less than 32 bits as 32.
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]

@@ -44,11 +44,7 @@ def last_token() -> Array | None:
 
 
 def remember(token: Array | None) -> None:
-    """Store the token of the last collective of this trace.
-
-    Args:
-      token: float32 scalar; None keeps the stored token.
-    """
+    """Store the token of the last collective of this trace; None keeps the one before."""
     if not isinstance(token, jax.core.Tracer):  # without a trace, each call is a program of its own
         return
     if jax.sharding.get_abstract_mesh().manual_axes:  # a vmap alone sends no messages
@@ -83,14 +79,10 @@ def _store(token: Array) -> None:
 
 
 def after(token: Array | None, value: Array) -> Array:
-    """Delay a value until a token is available.
+    """Delay a value until a token is available; None delays nothing.
 
     So buckets are sent one after the other. Otherwise XLA joins the transfers of several buckets,
     or delays all transfers until one bucket is ready, and no transfer runs under the backward pass.
-
-    Args:
-      token: float32 scalar; None to delay nothing.
-      value: any array.
     """
     if token is None or not compat.varying_axes(token) <= compat.varying_axes(value):
         return value
@@ -100,11 +92,7 @@ def after(token: Array | None, value: Array) -> Array:
 
 
 def token_of(values: Sequence[Array | None]) -> Array | None:
-    """Return a token, float32 scalar, that is available when all values are, or else None.
-
-    Args:
-      values: arrays, or None.
-    """
+    """Return a token, float32 scalar, that is available when all values are, or else None."""
     flags = [never(value) for value in values if value is not None and _has_numbers(value)]
     # XLA computes a reduction once. A chain of `or` it would copy into all that wait for the token.
     return jnp.max(jnp.stack(flags).astype(jnp.float32)) if flags else None

@@ -14,11 +14,7 @@ FALLBACK = "fallback"  # the exact sum above a limit
 
 
 def scope(label: str) -> Any:
-    """Return a context, or a decorator, in which operations have a label in their names.
-
-    Args:
-      label: name of a method, or a part of a collective such as `EXACT`.
-    """
+    """Return a context, or a decorator, in which operations have a label in their names."""
     return jax.named_scope(f"{_PREFIX}{label}")
 
 

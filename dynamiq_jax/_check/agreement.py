@@ -52,10 +52,6 @@ def check(plan: Plan, key: Array) -> None:
     mesh of `jax.set_mesh` are, and without it none: `jax.shard_map` does not say which devices run
     a part of a program.
 
-    Args:
-      plan: plan of the collective.
-      key: typed PRNG key.
-
     Raises:
       RuntimeError: processes differ. All of them raise it, and it names the differences.
     """

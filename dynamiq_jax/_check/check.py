@@ -15,13 +15,7 @@ from dynamiq_jax._states.states import check_states
 def check(
     plan: Plan, leaves: Sequence[Array], key: Any, states: Mapping[str, Any] | None = None
 ) -> Array:
-    """Raise the errors of a call, and return its key as a typed one.
-
-    Args:
-      plan: the plan.
-      leaves: leaves of the tree.
-      key: PRNG key of the user.
-      states: states of methods by their names; None for those of a first step.
+    """Raise the errors of a call, and return its key as a typed one. No states: a first step.
 
     Raises:
       ValueError: a leaf, a method, an option, a key or a state that does not fit the call.
@@ -39,11 +33,7 @@ def check(
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ValueError for a plan that cannot be run, whatever the values are.
-
-    Args:
-      plan: the plan.
-    """
+    """Raise ValueError for a plan that cannot be run, whatever the values are."""
     collective, limit = plan.collective, plan.request.compression.max_error
     for index, (name, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
         collective.check(name, leaf)

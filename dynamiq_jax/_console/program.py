@@ -32,11 +32,8 @@ class Stopped(BaseException):
 def run(name: str, commands: Callable[[], Any], description: str | None = None) -> None:
     """Parse the options of the process, run the command, and exit with its status.
 
-    Args:
-      name: name of the program, for its help and its errors.
-      commands: function that imports and returns the command, or a mapping of several by name. A
-        command is a dataclass: its fields are the options, and `run()` returns the exit status.
-      description: text of the help; None for the docstring of the command.
+    `commands` imports and returns the command, or several by name. A command is a dataclass: its
+    fields are the options, and `run()` returns the exit status.
     """
     missing = [each for each in _NEEDED if importlib.util.find_spec(each) is None]
     if missing:

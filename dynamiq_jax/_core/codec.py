@@ -228,12 +228,7 @@ class SummedChunks(ChunkCodec):
 
 
 def take_chunk(chunks: Array, index: Array) -> Array:
-    """Return one of several chunks, [...] of [chunks, ...].
-
-    Args:
-      chunks: array [chunks, ...].
-      index: number of the chunk, int32 scalar.
-    """
+    """Return one of several chunks, [...] of [chunks, ...]."""
     return lax.dynamic_index_in_dim(chunks, index, keepdims=False)
 
 
@@ -241,11 +236,6 @@ def as_chunks(flat: Array, num_chunks: int, multiple_of: int = 1) -> Array:
     """Reshape a vector [size] to [num_chunks, chunk size], padded with zeros.
 
     The chunk size is a multiple of `multiple_of`.
-
-    Args:
-      flat: vector [size].
-      num_chunks: number of chunks.
-      multiple_of: number that the chunk size is a multiple of.
     """
     size = flat.size + -flat.size % (num_chunks * multiple_of)
     return pad(flat, size).reshape(num_chunks, -1)

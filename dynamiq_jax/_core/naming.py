@@ -60,11 +60,7 @@ def make(
 
 
 def spelled(value: Any) -> str:
-    """Return an object as the call that makes it, with the fields that are not the default.
-
-    Args:
-      value: any object.
-    """
+    """Return an object as the call that makes it, with the fields that are not the default."""
     if not dataclasses.is_dataclass(value):
         return type(value).__name__
     given = []

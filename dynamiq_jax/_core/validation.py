@@ -17,24 +17,13 @@ class MistakeError(ValueError):
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise ValueError unless a value is one of several: strings or integers.
-
-    Args:
-      name: name of the argument or field, for errors.
-      value: value to check.
-      choices: possible values, strings or integers.
-    """
+    """Raise ValueError unless a value is one of several: strings or integers."""
     if value not in choices or isinstance(value, float):  # 256.0 equals 256, but is no size
         raise ValueError(f"{name}={value!r} is not possible. Give one of {tuple(choices)}.")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless a value is True or False.
-
-    Args:
-      name: name of the argument or field, for errors.
-      value: value to check.
-    """
+    """Raise ValueError unless a value is True or False."""
     if type(value) is not bool:
         raise ValueError(f"{name}={value!r} is not possible. Give True or False.")
 
@@ -45,14 +34,7 @@ def is_integer(value: Any) -> bool:
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy.
-
-    Args:
-      name: name of the argument or field, for errors.
-      value: value to check.
-      low: smallest possible value.
-      high: largest possible value; None for no limit.
-    """
+    """Raise ValueError unless a value is an integer from `low` to `high`, of Python or NumPy."""
     if not is_integer(value) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name}={value!r} is not possible. Give an integer {span}.")
@@ -72,15 +54,7 @@ def is_whole_array(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:
-    """Raise ValueError unless a value is a number from `low` to `high`.
-
-    Args:
-      name: name of the argument or field, for errors.
-      value: value to check.
-      low: smallest possible value.
-      high: largest possible value.
-      remedy: value to give instead, for errors.
-    """
+    """Raise ValueError unless a value is a number from `low` to `high`; `remedy` names others."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not (is_number and low <= value <= high):
         raise ValueError(
@@ -89,13 +63,7 @@ def check_number(name: str, value: Any, low: float, high: float, remedy: str = "
 
 
 def check_optimizer(name: str, value: Any, example: str) -> None:
-    """Raise TypeError unless a value is an optax transformation, such as the example.
-
-    Args:
-      name: name of the argument or field, for errors.
-      value: value to check.
-      example: expression of an optax transformation, for errors.
-    """
+    """Raise TypeError unless a value is an optax transformation, such as the example."""
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(
             f"{name}={value!r:.80} is not an optax transformation. Give one, such as {example}."

@@ -16,11 +16,7 @@ _NO_NUMBERS = frozenset("USOMm")  # kinds of dtypes: strings, objects, dates and
 
 
 def check_key(key: Any, axis_names: Sequence[str]) -> Array:
-    """Return a PRNG key as a typed key.
-
-    Args:
-      key: PRNG key, typed, or raw of the default generator.
-      axis_names: axes over which the key has to be the same.
+    """Return a PRNG key, typed or raw of the default generator, as a typed one.
 
     Raises:
       TypeError: no PRNG key.
@@ -105,9 +101,6 @@ def check_not_split(path: str, spec: Any, dimension: int, argument: str) -> None
 def named_leaves(tree: Any) -> tuple[list[tuple[str, Array]], Any]:
     """Return the leaves of a tree as arrays, with the names for errors, and its structure.
 
-    Args:
-      tree: pytree of arrays and numbers.
-
     Raises:
       TypeError: a leaf is not an array or number.
     """
@@ -135,13 +128,7 @@ def check_leaf(path: str, leaf: Any) -> None:
 
 
 def check_floating(name: str, tree: Any, why: str) -> None:
-    """Raise TypeError for a leaf that is not floating.
-
-    Args:
-      name: name of the argument, for the error.
-      tree: pytree of arrays and numbers.
-      why: what is wrong with such a leaf and what to give, for the error: it follows the dtype.
-    """
+    """Raise TypeError for a leaf that is not floating; `why` follows its dtype."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -149,12 +136,7 @@ def check_floating(name: str, tree: Any, why: str) -> None:
 
 
 def check_chunked(method: Method, function: str) -> None:
-    """Raise ValueError for a method that a half of the all-reduce cannot use.
-
-    Args:
-      method: the method.
-      function: name of the function, for the error.
-    """
+    """Raise ValueError for a method that a half of the all-reduce cannot use."""
     if not isinstance(method, ChunkedMethod):
         raise ValueError(
             f"method={method!r} cannot be used in {function}. Use one that compresses chunks, "

@@ -164,9 +164,6 @@ def split_route(text: str) -> tuple[str, str | None]:
 
     A field that only the topology has belongs to it.
 
-    Args:
-      text: method and topology, such as "dynamiq:4:butterfly".
-
     Raises:
       ValueError: several topologies.
 

@@ -94,11 +94,7 @@ def names_of(dimension: Any) -> tuple[str, ...]:
 
 
 def managed_axes(mesh: Any) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh that are not manual and have several devices.
-
-    Args:
-      mesh: `jax.sharding.Mesh` or `jax.sharding.AbstractMesh`.
-    """
+    """Return the sizes of the axes of a mesh that are not manual and have several devices."""
     return {
         name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes
     }

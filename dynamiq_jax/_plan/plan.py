@@ -133,11 +133,6 @@ def plan_tree(
 ) -> tuple[Plan, tuple[Array, ...]]:
     """Plan a call inside a program.
 
-    Args:
-      collective: kind of collective, and its axes.
-      tree: pytree of arrays.
-      request: what the call asks for.
-
     Returns:
       The plan, and the leaves of the tree.
     """

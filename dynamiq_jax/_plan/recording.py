@@ -63,9 +63,6 @@ def is_recording() -> bool:
 def record(plan: Plan) -> int | None:
     """Add a record of a plan, unless an equal one is there: JAX traces some functions twice.
 
-    Args:
-      plan: the plan.
-
     Returns:
       The number of the record; None if nobody collects records.
     """

@@ -34,12 +34,7 @@ def check_names(
 ) -> None:
     """Raise an error for states that belong to something else.
 
-    Args:
-      argument: what holds the states, for the error.
-      states: by their names.
-      wanted: names of the states that are needed.
-      user: what needs them, for the error: the subject of "need".
-      remedy: what to do, for the error.
+    It says that `argument` has other names than `wanted`, which `user` need, and ends in `remedy`.
 
     Raises:
       TypeError: not states by their names.

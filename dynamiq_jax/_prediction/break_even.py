@@ -59,11 +59,8 @@ def record(
 ) -> dict[str, Any]:
     """Make a row for tables and the JSON file: a measurement, its codec time, break-even rates.
 
-    Args:
-      result: the measurement.
-      results: all measurements of the run, among them those of the baselines.
-      link: bits a second of the links between the devices; None if they share a memory.
-      sharing: workers that share the cores of one machine.
+    Results hold those of the baselines. The link, bits a second, is None where devices share a
+    memory, and `sharing` workers share the cores of one machine.
     """
     codec = _codec_seconds(result, link)
     setting, break_even = parse_setting(result.setting), {}

@@ -137,26 +137,13 @@ def _as_words(rows: Array) -> Array:
 
 
 def cut(collective: Collective, buckets: Sequence[Bucket], leaves: Leaves) -> Cut:
-    """Cut the leaves of the buckets of a group.
-
-    Args:
-      collective: the collective, for the layout of leaves.
-      buckets: buckets of the group, in the order in which they are sent.
-      leaves: leaves of one device, by index.
-    """
+    """Cut the leaves of the buckets of a group."""
     kind = WholeCut if buckets[0].stripe is None else StripedCut
     return kind(collective, buckets, leaves)
 
 
 def pieces_of(collective: Collective, bucket: Bucket, leaves: Leaves, total: Array) -> Leaves:
-    """Cut the result of a bucket of whole leaves, or of a part of one, into rows by leaf.
-
-    Args:
-      collective: the collective, for the layout of leaves.
-      bucket: the bucket.
-      leaves: leaves of one device, by index.
-      total: result of the bucket, one vector.
-    """
+    """Cut the result of a bucket of whole leaves, or of a part of one, into rows by leaf."""
     sizes = [bucket.size]
     if bucket.part is None:
         shapes = [collective.shape(leaves[index]) for index in bucket.leaves]
@@ -166,13 +153,7 @@ def pieces_of(collective: Collective, bucket: Bucket, leaves: Leaves, total: Arr
 
 
 def joined(collective: Collective, pieces: Sequence[Leaves], leaves: Leaves) -> Leaves:
-    """Join the pieces of each leaf, in the order of the buckets, to results by index.
-
-    Args:
-      collective: the collective, for the layout of results.
-      pieces: rows by leaf, of each bucket.
-      leaves: leaves of one device, by index, for their shapes and dtypes.
-    """
+    """Join the pieces of each leaf, in the order of the buckets, to results by index."""
     of_leaves: dict[int, Rows] = {}
     for piece in pieces:
         for index, rows in piece.items():

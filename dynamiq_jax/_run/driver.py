@@ -44,13 +44,8 @@ def run(
 ) -> Outcome:
     """Run a collective on a tree.
 
-    Args:
-      collective: kind of collective, and its axes.
-      tree: pytree of arrays.
-      key: PRNG key, the same on all workers, or a `SampledKey`; None: one of the terms alone.
-      request: what the call asks for.
-      states: states of the methods by their names, as from `first_states`; None for those of a
-        first step.
+    The key is the same on all workers, or a `SampledKey`; None is one of the terms alone. Without
+    states, which are by their names, it is a first step.
     """
     plan, leaves = plan_tree(collective, tree, request)
     return run_plan(plan, leaves, key, states)

@@ -34,13 +34,8 @@ def send_all(
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 
-    Args:
-      leaves: leaves of this device by index; untouched ones may be missing.
-      key: typed PRNG key, the same on all workers.
-      states: states of the method for every bucket of the plan.
-      token: token that the first transfer waits for; see `order.after`.
-      sampled_over: axes of the devices whose samples are folded into the keys of their buckets;
-        None: there are none.
+    Untouched leaves may be missing. Each bucket of the plan has a state. Samples of all devices
+    along `sampled_over` are folded into the keys of their buckets.
 
     Returns:
       Results by index; states for the next step; metrics of the method, which are means over
@@ -94,15 +89,7 @@ def send_group(
     token: Array | None,
     key: Array,
 ) -> tuple[list[Reduced], Carried]:
-    """Send the buckets of a group, in a loop if there are several.
-
-    Args:
-      transfer: the result of `transfer_of`.
-      numbers: numbers of the buckets in the plan.
-      group: their leaves.
-      states: states of the method for every bucket of the plan.
-      token: token that the first transfer waits for.
-      key: typed PRNG key of the group.
+    """Send the buckets of a group, in a loop if there are several, once a token is available.
 
     Returns:
       Results of the buckets, and the arrays that the loop carried.
@@ -130,9 +117,6 @@ def send_group(
 def transfer_of(plan: Plan) -> Transfer:
     """Return the transfer of a bucket, which is traced once for all buckets of one program.
 
-    Args:
-      plan: the plan.
-
     Returns:
       Function of a bucket, its vector, its key and its state. What a worker applied is left out.
     """
@@ -154,13 +138,7 @@ def transfer_of(plan: Plan) -> Transfer:
 
 
 def key_of(key: Array, bucket: Bucket, number: Any) -> Array:
-    """Return the key of a bucket.
-
-    Args:
-      key: typed PRNG key of its group.
-      bucket: the bucket.
-      number: its number in the plan.
-    """
+    """Return the key of a bucket."""
     key = jax.random.fold_in(key, number)
     if bucket.split_over:  # different shards get different noise, on any mesh
         key = jax.random.fold_in(key, lax.axis_index(bucket.split_over))

@@ -225,12 +225,7 @@ def encode_message(
 
 
 def rows_per_chunk(size: int, num_chunks: int) -> int:
-    """Return the rows of 256 in each of `num_chunks` equal chunks of `size` coordinates.
-
-    Args:
-      size: number of coordinates.
-      num_chunks: number of chunks.
-    """
+    """Return the rows of 256 in each of `num_chunks` equal chunks of `size` coordinates."""
     return -(-size // (num_chunks * SUPER_GROUP_SIZE))
 
 
@@ -259,10 +254,5 @@ def covering_step(spans: Array, levels: int) -> Array:
 
 
 def in_blocks(rows: Array, block: int) -> Array:
-    """Reshape rows [rows, 256] to blocks [rows, 256 / block, block].
-
-    Args:
-      rows: array [rows, 256].
-      block: coordinates of a block; divides 256.
-    """
+    """Reshape rows [rows, 256] to blocks [rows, 256 / block, block]."""
     return rows.reshape(rows.shape[0], -1, block)

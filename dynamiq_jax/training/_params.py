@@ -14,10 +14,7 @@ from pallas_kernels._jax import compat
 def check_shared_params(params: Any, axes: Axes, what: str) -> None:
     """Raise an error for parameters that cannot be averaged, or that differ between workers.
 
-    Args:
-      params: pytree of arrays.
-      axes: axes of the workers.
-      what: what the workers average of each parameter, for errors.
+    `what` the workers average of each parameter is named in errors.
 
     Raises:
       TypeError: a leaf that is not floating.
@@ -35,14 +32,7 @@ def check_shared_params(params: Any, axes: Axes, what: str) -> None:
 
 
 def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
-    """Raise ValueError for a tree of another structure, or with other shapes or dtypes.
-
-    Args:
-      given: pytree of arrays.
-      wanted: pytree of arrays that it has to be like.
-      what: names of both, for the error.
-      remedy: what to do.
-    """
+    """Raise ValueError for a tree of another structure, or with other shapes or dtypes."""
 
     def described(tree: Any) -> list[str]:
         return [

@@ -19,11 +19,7 @@ if sys.version_info >= (3, 12):
 else:
 
     def override(method: Any) -> Any:
-        """Mark a method that overrides one of a base class, as `typing.override` does.
-
-        Args:
-          method: method of a class.
-        """
+        """Mark a method that overrides one of a base class, as `typing.override` does."""
         return method
 
 
@@ -35,9 +31,6 @@ def varying_axes(value: Array | Described) -> frozenset[str]:
     """Return the mesh axes over which a value, or one that a shape describes, is known to vary.
 
     They are none without `check_vma`.
-
-    Args:
-      value: array, its shape, or its type.
     """
     aval = value if isinstance(value, Described) else jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
@@ -65,12 +58,7 @@ def tracks_varying(axis_name: str) -> bool:
 
 
 def match_varying(values: Tree, reference: Array | Described) -> Tree:
-    """Mark values as varying over the axes of `reference`, as a loop carry has to be.
-
-    Args:
-      values: pytree of arrays.
-      reference: array, its shape, or its type, whose axes count.
-    """
+    """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
     axes = varying_axes(reference)
 
     def mark(value: Array) -> Array:
@@ -81,12 +69,7 @@ def match_varying(values: Tree, reference: Array | Described) -> Tree:
 
 
 def vary_over(values: Tree, axis_names: tuple[str, ...]) -> Tree:
-    """Mark constants as varying over axes, as the values that replace them will be.
-
-    Args:
-      values: pytree of arrays.
-      axis_names: manual axes, or axes of `jax.vmap`.
-    """
+    """Mark constants as varying over axes, as the values that replace them will be."""
     axes = tuple(name for name in axis_names if tracks_varying(name))
     if not axes:
         return values
@@ -98,10 +81,6 @@ def same_over(values: Tree, axis_name: str) -> Tree:
 
     JAX infers this of sums and gathers, but not of a state that a program got back: its type says
     that every worker has its own, and so would that of all results.
-
-    Args:
-      values: pytree of arrays.
-      axis_name: manual axis.
     """
 
     def mark(value: Array) -> Array:

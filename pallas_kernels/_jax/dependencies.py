@@ -10,13 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def never(value: Array) -> Array:
-    """Return False, bool scalar, as soon as a value is available, and not before.
+    """Return False, bool scalar, as soon as an array is available, which is not empty.
 
     XLA removes `lax.optimization_barrier` before it schedules a program. It does not find that this
     comparison is always false.
-
-    Args:
-      value: an array that is not empty.
     """
     # Functions of `jax.lax` are traced in a fifth of the time of operators.
     first = _first(value)
