@@ -196,15 +196,10 @@ def _abstract(*sources: Any, table: Table, fusible: bool) -> list[Any]:
         )
     first = sources[0]
     for number, (source, columns) in enumerate(zip(sources, table.sources, strict=True)):
-        if source.ndim != 2 or source.shape[1] != columns:
+        if (source.shape, source.dtype) != ((*first.shape[:1], columns), first.dtype):
             raise ValueError(
-                f"Source {number} is {source.str_short()}. The table is of one with 2 dimensions "
-                f"and {columns} columns."
-            )
-        if (source.shape[0], source.dtype) != (first.shape[0], first.dtype):
-            raise ValueError(
-                f"Source {number} is {source.str_short()}, and source 0 is {first.str_short()}. "
-                "All of them have to have the same rows and dtype."
+                f"Source {number} is {source.str_short()}. The table is of one [rows, {columns}], "
+                f"with the rows and the dtype of source 0, which is {first.str_short()}."
             )
     return [first.update(shape=(first.shape[0], n), weak_type=False) for n in table.results]
 

@@ -185,7 +185,7 @@ def measured(tree: Gradients, row: dict[str, Any], config: Config) -> dict[str, 
     topology = resolve_topology(row["topology"])
     bucketing = {"bucketing": row["bucketing"], "bucket_bytes": int(config.bucket_mib * 2**20)}
     options = dq.Compression(exact_below=0, **bucketing)
-    found = Simulation(Bucketed("", method, topology, options), tree).sums(tree, seed=0).tree
+    found, _, _ = Simulation(Bucketed("", method, topology, options), tree).sums(tree, seed=0)
     of_leaf = {name: _flat(leaf.sum(0, np.float64)) for name, leaf in tree.items()}
     pairs: dict[str, list[tuple[NDArray, NDArray]]] = {}
     for name, truth in of_leaf.items():

@@ -73,7 +73,7 @@ class Axes:
     def gather(self, part: Array, size: int) -> Array:
         """Join the parts of all workers of the fast axes: [size]."""
         for axis in self.fast:
-            part = axis.gather_parts(part)  # a TPU rearranges rows
+            part = axis.gather(part, tiled=True)  # a TPU rearranges rows
         return part[:size]
 
     def fold_in(self, key: Array) -> Array:

@@ -34,21 +34,19 @@ class Axis:
         to = [(source, source ^ distance) for source in range(self.size)]
         return lax.ppermute(tree, self.name, to)
 
-    def exchange(self, shares: Array) -> Array:
-        """Send row w of [workers, ...] to worker w; row w of the result comes from worker w."""
-        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0)
+    def exchange(self, shares: Array, *, tiled: bool = False) -> Array:
+        """Send row w of [workers, ...] to worker w; row w of the result comes from worker w.
 
-    def exchange_parts(self, shares: Array) -> Array:
-        """Exchange the equal parts of a vector, as `exchange` does with rows."""
-        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=True)
+        With `tiled`, rows are the equal parts of a vector.
+        """
+        return lax.all_to_all(shares, self.name, split_axis=0, concat_axis=0, tiled=tiled)
 
-    def gather(self, value: Array) -> Array:
-        """Gather an array of every worker, [workers, *shape], the same bits on all workers."""
-        return compat.all_gather(value, self.name)
+    def gather(self, value: Array, *, tiled: bool = False) -> Array:
+        """Gather an array of every worker, [workers, *shape], the same bits on all workers.
 
-    def gather_parts(self, part: Array) -> Array:
-        """Gather vectors one after the other, as `gather` does in rows."""
-        return compat.all_gather(part, self.name, tiled=True)
+        With `tiled`, vectors are gathered in one.
+        """
+        return compat.all_gather(value, self.name, tiled=tiled)
 
     def sum_scatter(self, values: Array, dimension: int = 0, *, tiled: bool) -> Array:
         """Sum exactly, like `lax.psum_scatter`.

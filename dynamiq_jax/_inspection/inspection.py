@@ -93,25 +93,16 @@ class Inspection:
         else:
             sent = (
                 f"In a step, each device sends {format_bytes(self.bytes_compressed)} compressed "
-                f"and {format_bytes(self.bytes_exact)} exact{self._in_branches}{self._of_host}."
+                f"and {format_bytes(self.bytes_exact)} exact"
             )
+            if at_most := self.bytes_in_branches:
+                sent += f", and at most {format_bytes(at_most)} in branches that may not run"
+            if self.bytes_of_host is not None:
+                sent += f". Each host sends {format_bytes(self.bytes_of_host)} to others"
+            sent += "."
         count = len(self.findings)
         mistakes = ("No mistake found.", "One mistake found:")[count] if count < 2 else ""
         return f"{sent} {mistakes or f'{count} mistakes found:'}"
-
-    @property
-    def _in_branches(self) -> str:
-        at_most = format_bytes(self.bytes_in_branches)
-        return (
-            f", and at most {at_most} in branches that may not run"
-            if self.bytes_in_branches
-            else ""
-        )
-
-    @property
-    def _of_host(self) -> str:
-        sent = self.bytes_of_host
-        return "" if sent is None else f". Each host sends {format_bytes(sent)} to others"
 
 
 def _texts(row: Row) -> tuple[str, ...]:

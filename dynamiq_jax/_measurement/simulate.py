@@ -4,10 +4,9 @@ They run the program that real workers run.
 """
 
 import dataclasses
-import math
+import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -40,14 +39,6 @@ class Simulated:
     replicas_equal: bool  # all workers hold the same bits
 
 
-class Summed(NamedTuple):
-    """Sums that the first worker gets, and the time of the call."""
-
-    tree: Gradients  # without the axis of the workers
-    seconds: float
-    replicas_equal: bool
-
-
 class Simulation:
     """A setting compiled for gradients [workers, *shape] of some shapes.
 
@@ -68,21 +59,20 @@ class Simulation:
     def __call__(self, gradients: Gradients, seeds: Sequence[int]) -> Simulated:
         """Sum gradients with several seeds: mean errors, and the time of the fastest."""
         truth = _flat({name: leaf.sum(0, np.float64) for name, leaf in gradients.items()})
-        runs = [self.sums(gradients, seed) for seed in seeds]
-        errors = [_errors(_flat(run.tree), truth) for run in runs]
+        sums, seconds, equal = zip(*(self.sums(gradients, seed) for seed in seeds), strict=True)
+        errors = [_errors(_flat(tree), truth) for tree in sums]
         vnmse, relative, above_half, gain = np.mean(errors, axis=0).tolist()
-        fastest, equal = min(run.seconds for run in runs), all(run.replicas_equal for run in runs)
-        return Simulated(vnmse, relative, above_half, gain, fastest, equal)
+        return Simulated(vnmse, relative, above_half, gain, min(seconds), all(equal))
 
-    def sums(self, gradients: Gradients, seed: int) -> Summed:
-        """Sum gradients once."""
+    def sums(self, gradients: Gradients, seed: int) -> tuple[Gradients, float, bool]:
+        """Return sums of the first worker, the seconds they took, and if all have the same bits."""
         on_devices = jax.device_put(gradients, self._compiled.sharding)
         start = time.perf_counter()
         sums = self._compiled(on_devices, seed)
         seconds = time.perf_counter() - start
         first = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data)[0], sums)
         equal = all(len({*checksums(leaf)}) == 1 for leaf in sums.values())
-        return Summed(first, seconds, equal)
+        return first, seconds, equal
 
 
 def codec_ns(seconds: float, size: int, num_workers: int) -> float:
@@ -93,7 +83,7 @@ def codec_ns(seconds: float, size: int, num_workers: int) -> float:
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of the positive ones of several values; 0 if there is none."""
     positive = [value for value in values if value > 0]
-    return math.exp(sum(map(math.log, positive)) / len(positive)) if positive else 0.0
+    return statistics.geometric_mean(positive) if positive else 0.0
 
 
 def relative_errors(estimate: NDArray, truth: NDArray) -> NDArray[np.float64]:

@@ -52,7 +52,7 @@ class AllToAll(Topology):
         by_owner = lax.fori_loop(0, axis.size - 1, send, empty)
 
         def exchange(leaf: Array, one: jax.ShapeDtypeStruct) -> Array:
-            received, each, count = axis.exchange_parts(leaf), one.size, axis.size - 1
+            received, each, count = axis.exchange(leaf, tiled=True), one.size, axis.size - 1
             if 2 * received.size > _LARGEST_INDEX:  # messages are counted instead of their elements
                 received, each = received.reshape(axis.size, one.size), 1
             # In the order of the senders behind this worker.

@@ -25,21 +25,13 @@ class CountingAxis(Axis):
         self._count(tree, 1)
         return super().shift(tree, step)
 
-    def exchange(self, shares):
+    def exchange(self, shares, **how):
         self._count(shares, (self.size - 1) / self.size)
-        return super().exchange(shares)
+        return super().exchange(shares, **how)
 
-    def exchange_parts(self, shares):
-        self._count(shares, (self.size - 1) / self.size)
-        return super().exchange_parts(shares)
-
-    def gather(self, value):
+    def gather(self, value, **how):
         self._count(value, self.size - 1)
-        return super().gather(value)
-
-    def gather_parts(self, part):
-        self._count(part, self.size - 1)
-        return super().gather_parts(part)
+        return super().gather(value, **how)
 
     def _count(self, tree, times):
         self.sent.append(times * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))

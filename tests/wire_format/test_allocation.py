@@ -24,8 +24,6 @@ from pallas_kernels.codec import WIDTHS, Allocation, allocation
 from pallas_kernels.codec.allocation import (
     ENERGY_LIMIT,
     count_by_blocks,
-    select_by_gather,
-    select_by_product,
 )
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
@@ -99,13 +97,11 @@ def test_needs_are_those_of_the_page():
     assert [int(energy) for energy in listed.split(",")] == needs
 
 
-@pytest.mark.parametrize("select", [select_by_gather, select_by_product])
-def test_other_devices_find_the_same_widths(select, monkeypatch):
+def test_other_devices_find_the_same_widths(monkeypatch):
     """They count in another way, and try other numbers of prices at a time."""
     energies = jnp.asarray(np.stack([some_energies(seed) for seed in range(8)]), jnp.int32)
     found = Allocation(ALL, 0.1).solve(energies, 5 * ROWS)
-    counted = functools.partial(count_by_blocks, select=select)
-    monkeypatch.setattr(allocation, "search_at_least", counted)
+    monkeypatch.setitem(allocation._COUNT_AT_LEAST, "cpu", count_by_blocks)
     monkeypatch.setattr(allocation, "_USUAL_PRICES", 33)
     np.testing.assert_array_equal(Allocation(ALL, 0.1).solve(energies, 5 * ROWS), found)
 
