@@ -164,7 +164,7 @@ def _partial_sum(payloads: Array, rows: Array, places: Places, layout: Layout) -
 
 
 def _sections(payloads: Array, layout: Layout) -> _Sections:
-    """Read the sections of messages, uint8 [..., bytes]: those of all messages in a row."""
+    """Read the sections of messages, uint8 [..., bytes], each section of all messages at once."""
     room = block_rows(layout.rows_per_chunk)  # a block may read behind the last of the planes
     planes = layout.planes(payloads).reshape(-1, bit_planes.UNIT)
     group_bytes, super_bits = layout.scales(payloads)

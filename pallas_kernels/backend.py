@@ -121,7 +121,7 @@ class Backend(abc.ABC):
     # Uses of any operation.
 
     def derives(self, operation: Operation) -> bool:
-        """Return whether an operation is made of the others, by this class."""
+        """Return whether this backend has no operation of its own, and makes it of others."""
         return getattr(type(self), operation.__name__) is operation
 
     def run(self, operation: Operation, *arrays: Any, **static: Any) -> Any:

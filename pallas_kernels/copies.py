@@ -67,7 +67,7 @@ class Table:
         return found
 
     def only(self, results: Sequence[int]) -> tuple[list[int], "Table"]:
-        """Return the sources of some results, or the first one, and the copies from these alone."""
+        """Return the sources that some results need, at least one, and the copies from these."""
         segments = [segment for number in results for segment in self.by_result[number]]
         used = sorted({segment.source for segment in segments}) or [0]
         of_source = {source: at for at, source in enumerate(used)}

@@ -27,9 +27,7 @@ class PallasBackend(Backend):
 
     @abc.abstractmethod
     def why_not_on_devices(self) -> str | None:
-        """Return the reason why the default devices of this process, each of which counts, cannot
-        run kernels; None if they can.
-        """
+        """Return the reason why a default device of this process cannot run kernels, or None."""
 
     @override
     def why_not_here(self) -> str | None:

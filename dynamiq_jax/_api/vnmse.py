@@ -56,7 +56,7 @@ def _of_leaves(estimate: list[Any], truth: list[Any]) -> Array:
 
 
 def _numbers(leaf: Any) -> Array:
-    """Convert a leaf to float32: that of a complex one has its real and its imaginary parts."""
+    """Convert a leaf to float32; complex numbers become stacked real and imaginary parts."""
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])

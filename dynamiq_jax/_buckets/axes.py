@@ -84,7 +84,7 @@ class Axes:
 
 
 def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
-    """Return the names of one axis or several as a tuple; `argument` is what errors name.
+    """Return the names of one axis or several as a tuple; errors name `argument`.
 
     Raises:
       ValueError: something else than a name, no name, or a name that occurs twice.

@@ -150,14 +150,14 @@ class _Kind:
     split_over: tuple[str, ...]
 
     def fits(self, size: int, copies: int) -> bool:
-        """Return whether one bucket may hold leaves of so many coordinates in all."""
+        """Return whether leaves with `size` coordinates together fit into one bucket."""
         # Shapes are those of a bucket, which is checked once it is there.
         return self.method.uses_shapes or not self._bucket((), size).is_too_large(copies)
 
     def striped(
         self, members: list[tuple[int, int]], shapes: Shapes, limit: int
     ) -> tuple[list[Bucket], str]:
-        """Return stripes of all (leaf, size), or one bucket; or the reason to keep them exact.
+        """Cut members, (leaf, size), into stripes, or return the reason to keep them exact.
 
         Both are empty where the method needs shapes.
         """
@@ -177,7 +177,7 @@ class _Kind:
     def in_order(
         self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
     ) -> tuple[list[Bucket], str]:
-        """Return the bucket of some (leaf, size), or parts of one; or the reason to keep it exact.
+        """Make a bucket of members, or parts of one, or return the reason to keep them exact.
 
         Parts have at most `limit` coordinates. With None, leaves stay whole.
         """

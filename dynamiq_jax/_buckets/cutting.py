@@ -18,7 +18,7 @@ _TOGETHER = 2**20
 
 
 def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
-    """Cut an array [rows, columns] into pieces of some columns, from its first one on."""
+    """Cut an array [rows, columns] into pieces of `sizes` columns, from the first column on."""
     sizes = tuple(sizes)
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
     segments = [
@@ -29,7 +29,7 @@ def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
 
 
 def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
-    """Join arrays [rows, columns] along their columns, to some columns that end with zeros."""
+    """Join arrays [rows, columns] along their columns, padded with zeros to `columns`."""
     sizes = tuple(piece.shape[1] for piece in pieces)
     ends = np.cumsum(sizes, dtype=np.int64).tolist()
     segments = [
@@ -41,7 +41,7 @@ def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
 
 
 def as_vector(rows: Sequence[Array], multiple: int) -> Array:
-    """Join arrays [rows, columns] to one vector of rows, which are padded to a multiple.
+    """Join arrays [rows, columns] to one vector, with each row padded to a multiple.
 
     Methods take float32, to which float64 is cast.
     """

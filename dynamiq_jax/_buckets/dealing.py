@@ -94,7 +94,7 @@ class Dealing:
         return SUPER_GROUP_SIZE * (sum(self._turns) + self._turns_of_rest)
 
     def deal(self, vectors: Sequence[Array]) -> Dealt:
-        """Return vectors, each [batch, columns], and their rest in whole turns.
+        """Arrange vectors, each [batch, columns], in whole turns of rows, their rest at the end.
 
         Small neighbors are joined.
         """
@@ -136,7 +136,7 @@ class Dealing:
         return lax.concatenate(parts, 1)
 
     def put(self, dealt: Dealt, number: Array, piece: Array) -> Dealt:
-        """Replace the piece of a number by other values, [batch, size]."""
+        """Write a piece, [batch, size], to the place of its number."""
         places = self._rows_in(dealt, number)
         values = cut(piece, [len(rows) * SUPER_GROUP_SIZE for rows in places])
         return tuple(
@@ -169,7 +169,7 @@ class Dealing:
         return -(-self._rest // self._turn)
 
     def _has_whole_rows(self, vector: int) -> bool:
-        """Return whether a vector of a number can be dealt in its own memory."""
+        """Return whether the vector of this number can be dealt in its own memory."""
         return self.columns[vector] % SUPER_GROUP_SIZE == 0
 
     @property

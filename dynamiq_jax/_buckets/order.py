@@ -54,13 +54,13 @@ def remember(token: Array | None) -> None:
 
 @jax.custom_batching.custom_vmap
 def _of_all_rows(token: Array) -> Array:
-    """Return a token that is available when it is in all rows of every `jax.vmap`."""
+    """Return a token that is available once all rows of each `jax.vmap` around it have theirs."""
     return token
 
 
 @_of_all_rows.def_vmap
 def _of_rows(size: int, are_rows: list[bool], token: Array) -> tuple[Array, bool]:
-    """Store the token in the trace around a `jax.vmap`, which holds it, as this one does not."""
+    """Store the token of all rows in the trace around the `jax.vmap`, which keeps it alive."""
     del size, are_rows
     whole = _of_all_rows(jnp.max(token))
     _store(whole)

@@ -131,7 +131,7 @@ def _of_process() -> dict[str, str]:
 
 
 def _flags(text: str) -> list[str]:
-    """Return those flags of XLA on which rounding depends."""
+    """Return the flags of XLA on which rounding depends."""
     return sorted(flag for flag in text.split() if any(part in flag for part in _XLA_FLAGS))
 
 
@@ -153,7 +153,7 @@ def _of_leaves(plan: Plan) -> dict[str, str]:
 
 
 def _fields(name: str, value: Any) -> dict[str, str]:
-    """Describe a value by name, with a field of its own for each field of a dataclass."""
+    """Describe a named value, with one entry for each field of a dataclass."""
     if not dataclasses.is_dataclass(value):
         return {name: _text(value)}
     texts = {name: type(value).__name__}

@@ -15,7 +15,7 @@ from dynamiq_jax._states.states import check_states
 def check(
     plan: Plan, leaves: Sequence[Array], key: Any, states: Mapping[str, Any] | None = None
 ) -> Array:
-    """Raise the errors of a call, and return its key as a typed one. No states: a first step.
+    """Raise the errors of a call, and return its key as a typed one.
 
     Raises:
       ValueError: a leaf, a method, an option, a key or a state that does not fit the call.

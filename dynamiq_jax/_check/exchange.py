@@ -150,7 +150,7 @@ class _Group:
             self._ledger.await_program(digest, others[0], PATIENCE)
 
     def _settle(self) -> None:
-        """Raise a difference that late processes found in what this process went on with."""
+        """Raise a difference that late processes found after this process had gone on."""
         for digest, number in list(self._unanswered.items()):
             self._unanswered.pop(digest, None)
             # This process traces again, so it is not stuck there.
@@ -185,7 +185,7 @@ class _Group:
         return {*self._processes} - {*record.present}
 
     def _await(self, digest: str, number: int, only_traces: bool) -> Verdict:
-        """Wait for a verdict, and give one if there is none in time."""
+        """Wait for a verdict, and decide if none comes in time."""
         verdict = self._ledger.await_verdict(digest, number, _GLANCE)
         if verdict is None or verdict == WENT_ON:
             self._ledger.open_wait(digest, number, _is_only_thread(), only_traces)
@@ -219,7 +219,7 @@ class _Group:
         return self._decide(digest, number, verdict or WENT_ON)
 
     def _find(self, digest: str, counts: Callable[[Wait], bool]) -> Verdict | None:
-        """Find the difference, if each missing process has another description that counts."""
+        """Return the difference if each missing process waits with another description."""
         record = self._ledger.record(digest)
         missing = self._missing(record)
         others: dict[int, Wait] = {}
@@ -238,7 +238,7 @@ class _Group:
         return Verdict("differ late" if is_late else "differ", tuple(entries))
 
     def _decide(self, digest: str, number: int, verdict: Verdict) -> Verdict:
-        """Give a verdict to all rounds that it is about; return the one about this process."""
+        """Write a verdict to its rounds, and return the verdict that holds for this process."""
         if not verdict.entries:
             return self._ledger.decide(digest, number, verdict)
         # In the same order everywhere, so that of two processes that decide one is the first.

@@ -47,7 +47,7 @@ class DescriptionRecord(NamedTuple):
 
     @property
     def present(self) -> dict[int, int]:
-        """Rounds of the processes that run the collective: a difference keeps them from it."""
+        """Round of each process that runs the collective, which a difference prevents."""
         return {
             process: number
             for process, number in self.rounds.items()
@@ -115,17 +115,17 @@ class Ledger:
         )
 
     def compiled(self, digest: str) -> None:
-        """Let others see that this process has compiled a program with a description."""
+        """Record that this process has compiled the program of a description."""
         self._set(f"{self._place}/{digest}/compiled/{self._process}", "")
 
     def await_program(self, digest: str, process: int, seconds: float) -> None:
-        """Wait until another process has compiled such a program, or the time is over."""
+        """Wait until another process has compiled the program of a description, or time is over."""
         place = f"{self._place}/{digest}/compiled/{process}"
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.blocking_key_value_get(place, int(1000 * seconds))
 
     def decide(self, digest: str, number: int, verdict: Verdict) -> Verdict:
-        """Give a round its verdict, unless it has one. Return the one that it has."""
+        """Write the verdict of a round unless it has one, and return the one that stands."""
         place = f"{self._place}/{digest}/verdict/{number}"
         try:
             self._client.key_value_set(place, json.dumps(verdict))
@@ -136,7 +136,7 @@ class Ledger:
         return verdict
 
     def decide_late(self, digest: str, number: int, verdict: Verdict) -> None:
-        """Write a difference for processes that went on, which read it when they next compare."""
+        """Write a difference for processes that went on, which their next comparison reads."""
         self._set(f"{self._place}/{digest}/late/{number}", json.dumps(verdict))
 
     def await_verdict(self, digest: str, number: int, seconds: float) -> Verdict | None:
@@ -148,7 +148,7 @@ class Ledger:
             return None
 
     def open_wait(self, digest: str, number: int, only_thread: bool, only_traces: bool) -> None:
-        """Let others see that this process waits; see `Wait`."""
+        """Record that this process waits; see `Wait`."""
         text = json.dumps([number, time.time(), only_thread, only_traces])
         self._set(f"{self._place}/waits/{self._process}/{digest}", text)
 
@@ -157,7 +157,7 @@ class Ledger:
         self._client.key_value_delete(f"{self._place}/waits/{self._process}/{digest}")
 
     def waits(self) -> list[Wait]:
-        """Read the waits of all processes, the first one first, also those of who went on."""
+        """Read the waits of all processes, the oldest first, also of processes that went on."""
         found = []
         record = functools.cache(self.record)
         for key, value in self._client.key_value_dir_get(f"{self._place}/waits/"):

@@ -111,7 +111,7 @@ class Measured(AllReduce):
 
 
 def measured(collective: Collective, request: Request) -> Collective:
-    """Return a collective that estimates its errors where they are asked for, if it can."""
+    """Add an estimate of errors to an all-reduce where the request needs one."""
     if not request.estimates or type(collective) is not AllReduce:
         return collective
     return Measured(

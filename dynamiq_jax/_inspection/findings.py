@@ -82,7 +82,7 @@ def _double_reduction(known: Evidence) -> Iterator[Finding]:
 
 
 def _summed_twice(known: Evidence) -> dict[CompiledCollective, tuple[TracedCollective, list[str]]]:
-    """Return exact sums of arrays like those of compressed leaves, with the names of these."""
+    """Return exact sums of arrays with the sizes of compressed leaves, and the names of leaves."""
     summed_twice = {}
     for record in known.records:
         names = {
@@ -239,7 +239,7 @@ def _thrown_away(known: Evidence) -> Iterator[Finding]:
 
 
 def _sent_repeatedly(known: Evidence) -> Iterator[Finding]:
-    """Yield a finding for sums that are only added up: for each number of them that are."""
+    """Yield a finding for each number of times that leaves are sent to be added up only."""
     if known.flow is None:
         return
     by_count: dict[int, list[list[SentLeaf]]] = {}

@@ -236,7 +236,7 @@ class _Reading:
         return list(dict.fromkeys(group_of.values()))
 
     def _are_together(self, pair: tuple[Origin, Origin]) -> bool:
-        """Return whether two values are added, and no other use has one of them alone."""
+        """Return whether two values are added, and nothing uses one of them without the other."""
         return pair in self.added and not any(len(each & {*pair}) == 1 for each in self.used)
 
 

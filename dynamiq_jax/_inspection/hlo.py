@@ -154,7 +154,7 @@ def arrays_of(types: str) -> list[ArrayType]:
 
 
 def parts_of(type: str) -> list[str]:
-    """Return the parts of the text of a tuple type; a type that is no tuple is its only part."""
+    """Split the text of a tuple type into its parts; any other type is one part."""
     if not type.startswith("("):
         return [type]
     parts, depth = [""], 0
@@ -196,7 +196,7 @@ def _origin(computation: HloComputation, name: str) -> HloInstruction:
 
 
 def is_whole(text: str) -> bool:
-    """Return whether a text is no part of a program, which would show a part of its collectives."""
+    """Return whether the text of a program is complete: a part would lack collectives."""
     return bool(re.search(r"^ENTRY ", text, re.M)) and text.rstrip().rpartition("\n")[2] == "}"
 
 
@@ -218,7 +218,7 @@ class Place(NamedTuple):
 
 
 class SourcePlaces:
-    """Table of the source lines of a program, which its text opens with."""
+    """Table of source lines at the beginning of the text of a program."""
 
     def __init__(self, text: str):
         files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))

@@ -57,9 +57,7 @@ class Inspection:
 
     @property
     def bytes_in_branches(self) -> float:
-        """Bytes of all branches, of which a step runs some: of a limit of the error that was
-        exceeded, or of the phases of a schedule.
-        """
+        """Bytes of all branches, such as the phases of a schedule, of which a step runs some."""
         return sum(row.bytes for row in self.rows if row.in_branch)
 
     @property

@@ -68,7 +68,7 @@ def train_step(script: Path, arguments: Sequence[str], least: float) -> TrainSte
 
 @contextlib.contextmanager
 def _command_line(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Set what a script sees of its command line, and its folder as the first to import from."""
+    """Set the command line of a script, and its folder as the first to import from."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))

@@ -114,7 +114,7 @@ def inspect_text(
 
 
 def _size(mesh: Mesh | Mapping[str, int]) -> tuple[int, int]:
-    """Return the number of devices of a mesh, and that of axes with several."""
+    """Return the number of devices of a mesh, and the number of axes with several devices."""
     sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
     several = [size for size in sizes.values() if size > 1]
     return math.prod(several), len(several)

@@ -101,7 +101,7 @@ def parse_settings(texts: Sequence[str], option: str = "--settings") -> list[Set
 
 
 def installed(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return the settings whose methods are here: those of research are a distribution apart."""
+    """Return the settings whose methods are installed: research is another distribution."""
 
     def is_here(text: str) -> bool:
         *wrappers, name = text.split(":")[0].split("+")

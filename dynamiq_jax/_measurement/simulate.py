@@ -22,7 +22,7 @@ _GROUP = 256  # coordinates whose relative error is looked at together
 
 
 def make_devices(num_workers: int) -> None:
-    """Make virtual devices of the CPU, which has the memory of all workers: before JAX is used."""
+    """Make virtual CPU devices for all workers, before the first use of JAX."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(8, num_workers))
 
@@ -65,7 +65,7 @@ class Simulation:
         return Simulated(vnmse, relative, above_half, gain, min(seconds), all(equal))
 
     def sums(self, gradients: Gradients, seed: int) -> tuple[Gradients, float, bool]:
-        """Return sums of the first worker, the seconds they took, and if all have the same bits."""
+        """Return the sums on the first worker, their seconds, and whether all workers have them."""
         on_devices = jax.device_put(gradients, self._compiled.sharding)
         start = time.perf_counter()
         sums = self._compiled(on_devices, seed)
@@ -81,7 +81,7 @@ def codec_ns(seconds: float, size: int, num_workers: int) -> float:
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of the positive ones of several values; 0 if there is none."""
+    """Return the geometric mean of all positive values; 0 if there is none."""
     positive = [value for value in values if value > 0]
     return statistics.geometric_mean(positive) if positive else 0.0
 

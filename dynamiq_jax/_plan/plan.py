@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def bucket_specs(self) -> tuple[PartitionSpec, ...]:
-        """Specs of the leading axis of what devices hold of each bucket."""
+        """Specs of the leading axis of the arrays that devices hold of each bucket."""
         axes = [
             tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
             for bucket in self.buckets
@@ -76,7 +76,7 @@ class Plan:
 
     @functools.cached_property
     def state_names(self) -> dict[int, str]:
-        """Names of states by the numbers of their buckets, of those whose method carries one.
+        """Names of states, by the numbers of the buckets whose method carries one.
 
         They are for methods of the same kind, for the same leaves, and of the same shapes.
         """

@@ -94,7 +94,7 @@ def mark(number: int | None, part: Part, leaves: Sequence[Any]) -> list[Any]:
 
 
 def marked(name: str) -> tuple[Part, int, int] | None:
-    """Return what a name of `mark` says: part, number of the record, index of the leaf."""
+    """Parse a name that `mark` made: part, number of the record, index of the leaf."""
     match = re.fullmatch(rf"{_MARK}\.(terms|sum)\.(\d+)\.(\d+)", name)
     return match and ("terms" if match[1] == "terms" else "sum", int(match[2]), int(match[3]))
 

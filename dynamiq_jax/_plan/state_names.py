@@ -75,7 +75,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _readable(leaves: Sequence[str]) -> str:
-    """Return as many paths as fit, and the number of those that do not."""
+    """Join as many paths as fit, and the number of all others."""
     shown, length = list[str](), 0
     for leaf in leaves:
         word = _word(leaf) or "tree"

@@ -146,7 +146,7 @@ def _best(considered: list[Option]) -> Option:
 
 
 def _rule_of_thumb(question: Question) -> str:
-    """Write, for slices of TPUs, from which batch on the network hides anyway."""
+    """Write the batch from which on a sum between slices of TPUs hides anyway."""
     if question.device not in TPU_LINKS:
         return ""
     rate = 1e9 * question.network.gbit_per_s / question.network.devices_per_host

@@ -39,7 +39,7 @@ class Cut(abc.ABC):
 
     @abc.abstractmethod
     def put(self, carried: Carried, place: Any, total: Array) -> tuple[Carried, Array]:
-        """Return the carried arrays with a result in them, and the array that the loop stacks."""
+        """Write a result to the carried arrays, and return these and what the loop stacks."""
 
     @abc.abstractmethod
     def pieces(self, carried: Carried, stacked: Sequence[Array]) -> list[Leaves]:

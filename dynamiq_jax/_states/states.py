@@ -81,7 +81,7 @@ def by_name(plan: Plan, states: States) -> NamedStates:
 def to_go_on_with(
     plan: Plan, states: NamedStates | None, token: Array | None
 ) -> tuple[States, dict[str, Array], Array | None]:
-    """Return the states of one device for a step, from those by name; None before the first step.
+    """Return the states of one device for a step; without named ones, those of a first step.
 
     Returns:
       States, metrics about them, and the token to go on with.
@@ -112,7 +112,7 @@ def check_states(plan: Plan, states: NamedStates) -> None:
 
 
 def check_state_names(states: Any, wanted: Iterable[str]) -> None:
-    """Raise an error for states of methods that are not those of some names."""
+    """Raise an error for states of methods that have other names than the wanted ones."""
     wanted = tuple(wanted)
     check_has_owner(
         states, wanted, "state._replace(method={**init(params).method, **state.method})"
@@ -158,7 +158,7 @@ def owner(axes: Axes) -> Array:
 def reset_foreign(
     record: Array, states: Tree, first: Tree, axes: Axes, token: Array | None
 ) -> tuple[Tree, dict[str, Array], Array | None]:
-    """Return the states to go on with: first ones on all workers if any has those of another.
+    """Replace states by first ones on all workers if any worker has states of another.
 
     All of them start anew together: parts of some states are the same on all workers, or add up to
     others. The decision depends on the record alone, so it can be sent while gradients are

@@ -54,7 +54,7 @@ class Call:
         return self.axis.index if self.collective == "all_gather" else 0
 
     def local_chunks(self, values: Array, multiple_of: int = 1) -> LocalChunks:
-        """Cut the values of this worker into chunks of a multiple of some coordinates."""
+        """Cut the values of this worker into chunks, each a multiple of some coordinates."""
         held = 1 if self.collective == "all_gather" else self.num_chunks
         return LocalChunks(as_chunks(values, held, multiple_of), self.size, self.first_chunk)
 

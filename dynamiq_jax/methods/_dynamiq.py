@@ -232,7 +232,7 @@ class DynamiQ(ChunkedMethod):
         return self.layout(call.size, call.num_chunks, summed=summed, growth=growth)
 
     def _widths_at(self, growth: float) -> tuple[int, ...]:
-        """Widths of codes, ascending, for sums whose error is so many times that of a compression.
+        """Return the widths of codes, ascending, for sums with `growth` times the error of one.
 
         The error of a row, over its energy, is about the growth over L^2, L the largest magnitude
         of its codes. By default, the narrowest width keeps it below one half: 3 bits, and 4 to 5 on

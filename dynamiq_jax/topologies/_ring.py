@@ -49,7 +49,7 @@ class Ring(Topology):
         return not self.unroll
 
     def _walk(self, codec: ChunkCodec, axis: Axis, turns: int) -> Payload:
-        """Return the payload after `turns` compressions, of the values of as many workers."""
+        """Return the payload after `turns` compressions: the sum of `turns` workers."""
 
         def step(turn: Index, sent: Payload) -> Payload:
             return codec.hop(_received(sent, axis), _chunk(axis, turn), turn)

@@ -30,7 +30,7 @@ class Slice:
         return lax.slice_in_dim(leaf, self.start, self.start + self.size, axis=self.dimension)
 
     def put(self, leaf: Array, part: Array) -> Array:
-        """Return a leaf with another slice in the place of its own."""
+        """Return a leaf with this slice replaced."""
         return lax.dynamic_update_slice_in_dim(leaf, part, self.start, self.dimension)
 
 
@@ -101,7 +101,7 @@ class Fragments:
         return {name: self.take(tree, number) for number, name in enumerate(self.names)}
 
     def put(self, tree: Tree, number: int, fragment: Tree) -> Tree:
-        """Return a tree with another fragment in the place of its own."""
+        """Return a tree with one of its fragments replaced."""
         leaves, structure = jax.tree.flatten(tree)
         members = sorted(self.members[number].items())
         for (index, piece), part in zip(members, jax.tree.leaves(fragment), strict=True):
@@ -110,7 +110,7 @@ class Fragments:
 
 
 def _cut(shape: tuple[int, ...], spec: PartitionSpec, wanted: int) -> list[Slice | None]:
-    """Cut a leaf into about equal slices, as many as wanted if a dimension has as many indices."""
+    """Cut a leaf into `wanted` slices of about one size, or fewer if its dimensions are short."""
     split = [bool(names_of(dimension)) for dimension in spec]
     split += [False] * (len(shape) - len(split))
     extents = {number: size for number, size in enumerate(shape) if not split[number]}

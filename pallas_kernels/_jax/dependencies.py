@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def never(value: Array) -> Array:
-    """Return False, bool scalar, as soon as an array is available, which is not empty.
+    """Return False, bool scalar, once an array with elements is available, and not before.
 
     XLA removes `lax.optimization_barrier` before it schedules a program. It does not find that this
     comparison is always false.

@@ -23,7 +23,7 @@ _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def opened(program: Any) -> tuple[Program, Sequence[Any]]:
-    """Return a traced program, and its constants."""
+    """Split a traced program into the program without constants and its constants."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
@@ -39,7 +39,7 @@ def programs_in(equation: Equation) -> Iterator[Any]:
 
 
 def with_programs(equation: Equation, programs: Mapping[int, Any]) -> Equation:
-    """Return an equation with other programs in place of some of its own, by the ids of these."""
+    """Replace programs of an equation, by their ids."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, tuple) and any(map(is_program, value)):
@@ -144,7 +144,7 @@ def in_context(equation: Equation, function: Callable[..., Any]) -> Callable[...
 
 
 def without_shardings(equation: Equation) -> Equation:
-    """Return an equation that leaves it to the compiler where its result lies."""
+    """Remove the shardings of an equation, so that the compiler places its result."""
     params = {
         name: None if isinstance(value, NamedSharding) else value
         for name, value in equation.params.items()
@@ -153,7 +153,7 @@ def without_shardings(equation: Equation) -> Equation:
 
 
 def with_literals(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """Return all inputs of an equation, from the values of those that are variables."""
+    """Return all inputs of an equation: literals, and the values given for its variables."""
     given = iter(values)
     return [next(given) if is_variable(atom) else atom.val for atom in equation.invars]  # type: ignore[union-attr]
 
@@ -169,7 +169,7 @@ def is_used(out: Any) -> bool:
 
 
 def with_leading_constants(program: Any) -> tuple[Program, list[Any]]:
-    """Return a program whose constants are its first inputs, and the constants."""
+    """Make the constants of a program its first inputs, and return the program and them."""
     inner, constants = opened(program)
     inputs = [*inner.constvars, *inner.invars]
     return _program(inputs, inner.outvars, inner.eqns, inner.effects), list(constants)

@@ -56,7 +56,7 @@ def launch(
 
 
 def cast(values: Array, shape: Shape, dims: tuple[int, ...]) -> Array:
-    """Cast values whose axes are `dims` of the axes of pieces of `shape` to the layout of those."""
+    """Cast values with the axes `dims` of a piece of `shape` to the layout of such pieces."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     tiled = _layout(shape).reduce(tuple(d for d in range(len(shape)) if d not in dims))
@@ -107,7 +107,7 @@ def store_rows(rows_ref, first: Index, pieces: Iterable[Array]) -> None:
 
 
 def load(ref, shape: Shape, column: int | None = None) -> Array:
-    """Load an array as one of some shape, or a column of that."""
+    """Load an array in a shape, or a column of it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if modes.interpreting():  # it cannot reshape refs

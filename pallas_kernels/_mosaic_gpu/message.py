@@ -39,7 +39,7 @@ def receive(block: Block, message_ref) -> Received:
 
 
 def store_planes(block: Block, planes: Sequence[Array], message_ref) -> None:
-    """Store the planes, of each the rows that have it."""
+    """Store the rows that have a plane, for all planes."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     parts = [block.split(words, 2).astype(jnp.uint16) for words in planes]

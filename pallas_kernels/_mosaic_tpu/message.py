@@ -106,7 +106,7 @@ def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
 
 
 def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
-    """Load the scales of any places, int32 [8, 128]: those of the lanes, in all sublanes."""
+    """Load the scales of the places of all lanes, int32 [8, 128], repeated in all sublanes."""
     count = _words_of_groups(layout)
     groups, supers = layout.group_scales_start // 4, layout.super_scales_start // 4
     wanted = [groups + places * count + word for word in range(count)]

@@ -201,7 +201,7 @@ def _count(energies_ref, thresholds: list[Array], parts: int) -> list[Array]:
 
 
 def _share(found: _Found, problem: _Problem) -> list[Array]:
-    """Return the rows that take each step, some more than at the price that all of them can pay.
+    """Return the rows that take each step: all that can pay, and some at the price below.
 
     What is left then goes to rows that would be wider at the price below.
     """

@@ -132,7 +132,7 @@ def _permute(first: Array, second: Array | np.int32, selector: Array | np.int32)
 
 
 def _on_words(ptx: str, *operands: Array | np.int32) -> Array:
-    """Apply an instruction to uint32 or int32 values: uint32, which Triton has no result of."""
+    """Apply an instruction to words, uint32 or int32: uint32, of which Triton has no results."""
     words = (
         lax.bitcast_convert_type(word, jnp.int32) if word.dtype == jnp.uint32 else word
         for word in operands
