@@ -25,8 +25,9 @@ class _Alone(Axis):
         return jnp.zeros((), jnp.int32)
 
     @override
-    def gather(self, value: Array) -> Array:
-        return self.gathers(value)[None]
+    def gather(self, value: Array, *, tiled: bool = False) -> Array:
+        gathered = self.gathers(value)
+        return gathered if tiled else gathered[None]
 
 
 def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
