@@ -12,7 +12,7 @@ from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.evaluate import evaluate
-from dynamiq_jax._rewriting.program import ScheduledStep, scheduled, trace
+from dynamiq_jax._rewriting.program import ScheduledStep, scheduled
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
@@ -192,12 +192,11 @@ class CompressedStep:
           TypeError: the step assigns an array to an attribute of its object.
           ValueError: there is no sum to compress.
         """
-        is_jitted, selection = self._is_jitted, self._selection
-        traced, results = trace(self._fun, leaves, is_jitted=is_jitted)
-        self._check_unchanged()
+        selection = self._selection
         program = scheduled(
-            traced, results, leaves, shardings, self._in_specs, selection, is_jitted=is_jitted
+            self._fun, leaves, shardings, self._in_specs, selection, is_jitted=self._is_jitted
         )
+        self._check_unchanged()
         if not self._missing_ok:
             program.check_found(selection)
         if self._request.measures:

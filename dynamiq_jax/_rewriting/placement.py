@@ -56,9 +56,14 @@ class Placement:
         return found.pop() if len(found) == 1 else None
 
     def scattered(self, value: Value, axis: str) -> int | None:
-        """Return the dimension of a value that an axis alone splits; None if there is none."""
-        spec = self.spec(value, [axis])
-        return next(iter(rows_of_spec(spec or (), axis)), None)
+        """Return the dimension of a value that an axis alone splits; None if there is none.
+
+        One that splits it is enough, such as of the state of an optimizer whose parameters are
+        whole: what such a value is combined with is made in parts.
+        """
+        specs = {self.spec(value, [axis]), *self._known(value, [axis])} - {None}
+        dims = {dim for spec in specs for dim in rows_of_spec(spec, axis)}
+        return dims.pop() if len(dims) == 1 else None
 
     def specs(self, values: Sequence[Value]) -> dict[int, PartitionSpec]:
         """Return the specs of values over all axes, by their numbers, of those that are known."""

@@ -71,33 +71,8 @@ class ScheduledStep:
             )
 
 
-def trace(fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool) -> tuple[Any, Any]:
-    """Trace a step, the result of `jax.jit` or not, for the leaves of its arguments.
-
-    Returns:
-      The program, and its results, by their types: `Leaves`, and the arrays of changed objects.
-    """
-
-    def flat(*arrays: Any) -> Any:
-        (args, kwargs), objects = leaves.with_arrays(arrays).joined()
-        results = Leaves.of(fun(*args, **kwargs), is_jitted=is_jitted)
-        return results, leaves.check_graph(objects)
-
-    try:
-        program, results = jax.make_jaxpr(flat, return_shape=True)(*leaves.arrays)
-    except jax.errors.JAXTypeError as error:
-        name = getattr(fun, "__name__", "the step")
-        error.add_note(
-            f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
-            "Move what needs them, such as float(loss), behind the step."
-        )
-        raise
-    return equations.without_unused(program), results
-
-
 def scheduled(
-    program: Any,
-    results: tuple[Leaves, Any],
+    fun: Callable[..., Any],
     leaves: Leaves,
     shardings: Sequence[Any],
     in_specs: Any,
@@ -105,17 +80,18 @@ def scheduled(
     *,
     is_jitted: bool,
 ) -> ScheduledStep:
-    """Mark the sums that the compiler places, find gradients, choose sums, and group them.
+    """Trace a step, mark the sums that the compiler places, find gradients, choose sums, and group
+    them.
 
     Args:
-      program: a traced step.
-      results: what it returns.
+      fun: the step.
       leaves: those of its arguments.
       shardings: of the arrays of its arguments, or None.
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
-      is_jitted: whether it is the result of `jax.jit`.
+      is_jitted: whether `fun` is the result of `jax.jit`.
     """
+    program, results = _traced(fun, leaves, is_jitted=is_jitted)
     known = [
         before if given is None else given
         for before, given in zip(shardings, equations.in_shardings(program), strict=True)
@@ -146,6 +122,30 @@ def scheduled(
         jax.tree.structure(results),
         tuple(equations.donated_inputs(program)),
     )
+
+
+def _traced(
+    fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool
+) -> tuple[Any, tuple[Leaves, Any]]:
+    """Return the program of a step, and its results by their types: leaves, and new arrays of
+    objects.
+    """
+
+    def flat(*arrays: Any) -> Any:
+        (args, kwargs), objects = leaves.with_arrays(arrays).joined()
+        results = Leaves.of(fun(*args, **kwargs), is_jitted=is_jitted)
+        return results, leaves.check_graph(objects)
+
+    try:
+        program, results = jax.make_jaxpr(flat, return_shape=True)(*leaves.arrays)
+    except jax.errors.JAXTypeError as error:
+        name = getattr(fun, "__name__", "the step")
+        error.add_note(
+            f"dq.compress traces all of {name}, as jax.jit does: no array has values there. "
+            "Move what needs them, such as float(loss), behind the step."
+        )
+        raise
+    return equations.without_unused(program), results
 
 
 def _specs(leaves: Leaves, shardings: Sequence[Any], in_specs: Any) -> list[PartitionSpec | None]:

@@ -63,6 +63,21 @@ def fsdp(place):
     return on_split_matrices(place, (None, "data"), ("data",), loss=gathered(place, squares))
 
 
+@form(*OF_MATRICES, explicit=False, only_sums=False)
+def optimizer_in_shards(place):
+    """Parameters that all workers have, and moments that are split over the axis of the workers."""
+    tx = optax.adam(1e-3)
+
+    def step(state, x, y):
+        params, optimizer = state
+        loss, gradients = jax.value_and_grad(squares)(params, x, y)
+        params, optimizer = updated(tx, gradients, optimizer, params)
+        return (jax.tree.map(place.constrain, params), optimizer), loss
+
+    moments = place.put(tx.init(MATRICES), specs=lambda path, leaf: ("data",) if leaf.ndim else ())
+    return Step(step, (place.put(MATRICES), moments), place.put((X, Y), "data"))
+
+
 HSDP = {"data": 2, "fsdp": 2}
 
 

@@ -513,6 +513,30 @@ def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
     assert sent[0] == 2 * sent[1] > 0
 
 
+@pytest.mark.parametrize("known_by", ["state", "constraint"])
+def test_shards_over_the_axis_of_the_workers_get_their_part_of_a_sum(known_by, data_mesh):
+    """Although the parameters are whole: half of the bytes of a sum that all have."""
+    mesh = data_mesh(WORKERS)
+    whole, parts = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def step(w, momentum, x):
+        gradient = jax.grad(squares)(w, x)
+        if known_by == "constraint":
+            gradient = lax.with_sharding_constraint(gradient, parts)
+        momentum = 0.9 * momentum + gradient
+        return w - 0.1 * momentum, momentum
+
+    given = parts if known_by == "state" else None
+    jitted = jax.jit(step, in_shardings=(whole, given, parts), out_shardings=(whole, given))
+    compressed = dq.compress(jitted, "data", method=OPTIONS)
+    args = W, jnp.zeros_like(W), X
+    (weights, momentum), (others, expected) = compressed(*args), jitted(*args)
+    check((weights - W, momentum), (others - W, expected), (W.shape,))
+    (found,) = compressed.report(*args).compressed
+    assert found.sum.operation == "psum_scatter"
+    assert found.bytes_after == W.size * 2 * (WORKERS - 1) / WORKERS  # 16 bits
+
+
 @pytest.mark.parametrize("rows", [P(("hosts", "local")), P("hosts", "local")], ids=str)
 def test_sums_are_compressed_between_hosts_alone(rows):
     """Rows over both axes, of one dimension or of two."""
