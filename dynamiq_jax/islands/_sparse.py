@@ -1,17 +1,20 @@
 """Sparse messages: the largest coordinates of each block, as their places and signs."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax._core import RecodedChunks, WireCost, check_choice, check_integer, check_number
-from dynamiq_jax.islands.messages.sparse import CHUNKS, SparseFormat
+from dynamiq_jax.islands.messages.sparse import CHUNKS, SparseFormat, magnitudes
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod
 from pallas_kernels._jax.compat import match_varying, override
+from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
+from pallas_kernels.native_sparse import NativeSparse, is_here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,70 +91,56 @@ class Sparse(ChunkedMethod):
 def encoded(values: Array, form: SparseFormat, gain: float) -> Array:
     """Encode float32 [size], a multiple of `form.chunk`: uint8, as `form.sections` says."""
     rows = values.reshape(-1, form.chunk)
-    sizes = jnp.where(jnp.isnan(rows), np.float32(np.inf), jnp.abs(rows))
-    _, largest = lax.top_k(sizes, form.keep)
-    places = jnp.sort(largest, axis=1)
-    kept = jnp.take_along_axis(rows, places, axis=1)
-    magnitudes, levels = jnp.abs(kept), 2 ** (form.bits - 1)
-    if levels == 1:
-        scale = jnp.mean(magnitudes, axis=1)
-    else:
-        scale = jnp.max(magnitudes, axis=1) * np.float32(0.5 / levels)
-    steps = jnp.ceil(magnitudes / (2 * scale)[:, None])
-    scale = scale * np.float32(gain)
-    scale = jnp.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
-    scale_bits = bfloat16_bits(scale)
-    index = jnp.clip(jnp.nan_to_num(steps, nan=1), 1, levels).astype(jnp.int32) - 1
-    high = (places >> form.low_bits) + jnp.arange(form.keep, dtype=jnp.int32)[None, :]
-    bits = jnp.zeros((len(rows), form.high_bits), jnp.uint8)
-    bits = match_varying(bits, high)
-    bits = bits.at[jnp.arange(len(rows))[:, None], high].set(np.uint8(1), unique_indices=True)
-    parts = (
-        lax.bitcast_convert_type(scale_bits, jnp.uint8),
-        _packed(bits, 1),
-        _packed(places & np.int32(2**form.low_bits - 1), form.low_bits),
-        _packed(index << 1 | jnp.signbit(kept).astype(jnp.int32), form.bits),
+    factor, size = form.factor(gain), len(rows) * sum(form.widths)
+    native = NativeSparse(keep=form.keep, bits=form.bits)
+    return _by_platform(
+        lambda rows: native.encode(rows, factor, size),
+        lambda rows: encoded_in_jax(rows, form, gain),
+        rows,
     )
-    return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def decoded(message: Array, form: SparseFormat) -> Array:
     """Decode what `encoded` returns: float32 [size]."""
+    shape = message.size // sum(form.widths), form.chunk
+    native = NativeSparse(keep=form.keep, bits=form.bits)
+    rows = _by_platform(
+        lambda message: native.decode(message, shape),
+        lambda message: decoded_in_jax(message, form),
+        message,
+    )
+    return rows.reshape(-1)
+
+
+def _by_platform(
+    native: Callable[[Array], Array], in_jax: Callable[[Array], Array], values: Array
+) -> Array:
+    functions = {"default": in_jax} | ({"cpu": native} if is_here() else {})
+    return cast(Array, platform_dependent(functions, values))
+
+
+def encoded_in_jax(rows: Array, form: SparseFormat, gain: float) -> Array:
+    """Encode float32 [blocks, chunk] on any platform, as a part of one program: uint8."""
+    _, largest = lax.top_k(magnitudes(jnp, rows), form.keep)
+    places = jnp.sort(largest, axis=1)
+    kept = jnp.take_along_axis(rows, places, axis=1)
+    bits = match_varying(jnp.zeros((len(rows), form.high_bits), jnp.uint8), rows)
+    block = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    bits = bits.at[block, form.highs(jnp, places)].set(np.uint8(1), unique_indices=True)
+    return cast(Array, form.written(jnp, kept, places, bits, gain))
+
+
+def decoded_in_jax(message: Array, form: SparseFormat) -> Array:
+    """Decode on any platform: float32 [blocks, chunk]."""
     blocks = message.size // sum(form.widths)
-    ends = np.cumsum([blocks * width for width in form.widths])[:-1]
-    pieces = zip(jnp.split(message, ends), form.widths, strict=True)
-    scales, highs, lows, codes = (piece.reshape(blocks, width) for piece, width in pieces)
+    scales, packed, lows, codes = form.parts(message, blocks)
+    bits = jnp.unpackbits(packed, axis=1, bitorder="little", count=form.high_bits)
+    rank = jnp.cumsum(bits, axis=1, dtype=jnp.int32) - 1
+    rank = jnp.where(bits != 0, rank, form.keep)  # those beyond are dropped
     block = jnp.arange(blocks, dtype=jnp.int32)[:, None]
-    bits = _unpacked(highs, form.high_bits, 1)
-    rank = jnp.where(bits != 0, jnp.cumsum(bits, axis=1) - 1, form.keep)  # those beyond are dropped
     at = jnp.broadcast_to(jnp.arange(form.high_bits, dtype=jnp.int32)[None, :], rank.shape)
-    found = match_varying(jnp.zeros((blocks, form.keep), jnp.int32), rank)
-    found = found.at[block, rank].set(at, mode="drop")
-    steps = found - jnp.arange(form.keep, dtype=jnp.int32)[None, :]
-    places = steps << form.low_bits | _unpacked(lows, form.keep, form.low_bits)
-    numbers = _unpacked(codes, form.keep, form.bits)
-    odd = (numbers >> 1 << 1 | 1).astype(jnp.float32)
-    scale = bfloat16_value(lax.bitcast_convert_type(scales, jnp.uint16))
-    # As readers without JAX do. No encoder writes such a scale.
-    is_tiny = jnp.abs(scale) < np.finfo(np.float32).tiny
-    scale = jnp.where(is_tiny, jnp.copysign(np.float32(0), scale), scale)
-    signed = jnp.where(numbers & 1 != 0, -odd, odd) * scale[:, None]
-    rows = match_varying(jnp.zeros((blocks, form.chunk), jnp.float32), signed)
-    return rows.at[block, places].set(signed, mode="drop").reshape(-1)
-
-
-def _packed(fields: Array, width: int) -> Array:
-    """Pack integers [blocks, count] of some bits, the lowest first: uint8 [blocks, bytes]."""
-    shifts = jnp.arange(width, dtype=fields.dtype)
-    bits = (fields[:, :, None] >> shifts[None, None, :]) & fields.dtype.type(1)
-    bits = bits.reshape(len(fields), -1).astype(jnp.uint8)
-    whole = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 8))).reshape(len(fields), -1, 8)
-    return jnp.sum(whole << jnp.arange(8, dtype=jnp.uint8)[None, None, :], axis=2, dtype=jnp.uint8)
-
-
-def _unpacked(data: Array, count: int, width: int) -> Array:
-    """Invert `_packed`: int32 [blocks, count]."""
-    bits = (data[:, :, None] >> jnp.arange(8, dtype=jnp.uint8)[None, None, :]) & np.uint8(1)
-    bits = bits.reshape(len(data), -1)[:, : count * width].reshape(len(data), count, width)
-    shifts = jnp.arange(width, dtype=jnp.int32)[None, None, :]
-    return jnp.sum(bits.astype(jnp.int32) << shifts, axis=2, dtype=jnp.int32)
+    highs = match_varying(jnp.zeros((blocks, form.keep), jnp.int32), rank)
+    highs = highs.at[block, rank].set(at, mode="drop")
+    places, values = form.kept(jnp, scales, highs, lows, codes)
+    rows = match_varying(jnp.zeros((blocks, form.chunk), jnp.float32), values)
+    return rows.at[block, places].set(values, mode="drop")

@@ -145,7 +145,7 @@ def call(
     operation: str,
     results: list[tuple[tuple[int, ...], Any]],
     operands: list[Array],
-    **attributes: np.int64,
+    **attributes: np.int64 | np.float32,
 ) -> list[Array]:
     """Run a custom call of `library.CALLS`, whose operands and results vary over the same axes.
 

@@ -114,7 +114,8 @@ def compile_library(target: Path, include: Path) -> None:
     """
     # As headers of a system, they give no warnings.
     of_calls = ("-isystem", str(include), f'-DDYNAMIQ_SOURCES="{sources_digest()}"')
-    calls = tuple(SOURCES / name for name in ("calls.cc", "block_calls.cc", "copies.cc"))
+    names = ("calls.cc", "block_calls.cc", "sparse_calls.cc", "copies.cc")
+    calls = tuple(SOURCES / name for name in names)
     compile_with_rows(target, calls, of_calls, ("-shared",))
 
 

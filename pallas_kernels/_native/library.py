@@ -22,7 +22,7 @@ from pallas_kernels._native.build import LIBRARY, SWITCH, sources_digest, switch
 CALLS = (
     *("statistics", "hop", "decompress_accumulate", "scaled_sums", "decompress", "sort"),
     *("block_hop", "block_accumulate", "block_decompress"),
-    "copies",
+    *("sparse_encode", "sparse_decode", "copies"),
 )
 PATH = Path(__file__).with_name(LIBRARY)
 _PATIENCE = 120.0  # seconds for the compiler

@@ -34,6 +34,7 @@ sys.exit(native.why_not_here() or first_use.difference(native, BASE))
 TESTS = [
     *(f"tests/kernels/test_native{name}.py" for name in ("", "_programs", "_default", "_blocks")),
     *("tests/kernels/test_native_copies.py", "tests/kernels/test_copies.py"),
+    "tests/islands/test_sparse_codecs.py",
 ]
 
 

@@ -91,4 +91,18 @@ FAULTS = (
     Fault("block_operations.h", "first_id + static_cast<uint32_t>(row)", "first_id"),
     Fault("block_operations.h", "i % codec.rows), codec", "i % codec.rows ^ 1), codec"),
     Fault("block_calls.cc", "place.typed_data()[0] * format.rows;", "0;"),
+    # Sparse messages.
+    Fault("sparse_blocks.h", "finite < kTinyBits ? 0 : finite", "finite"),
+    Fault("sparse_blocks.h", "bits < kInf ? bits : kInf", "bits"),
+    Fault("sparse_blocks.h", "while (lanes < 2 * keep)", "while (2 * lanes < keep)"),
+    Fault("sparse_blocks.h", "is_least && room > 0", "is_least && room >= 0"),
+    Fault("sparse_blocks.h", "reached >= rank", "reached > rank"),
+    Fault("sparse_blocks.h", "0x7fffu + (bits >> 16 & 1)", "0x8000u"),
+    Fault("sparse_blocks.h", "rounded < 0x7f80u", "rounded <= 0x7f80u"),
+    Fault("sparse_blocks.h", "size > steps[k]", "size >= steps[k]"),
+    Fault("sparse_blocks.h", "width < format.keep) width *= 2;", "width < format.keep) ++width;"),
+    Fault("sparse_blocks.h", "sent * 0.0f : sent", "sent : sent"),
+    Fault("sparse_blocks.h", "if (place < format.chunk) ", ""),
+    Fault("sparse_operations.h", "index * format.low_bytes()", "index * format.code_bytes()"),
+    Fault("sparse_calls.cc", "{blocks * bytes}", "{kAny}"),
 )

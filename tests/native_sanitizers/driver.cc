@@ -15,6 +15,7 @@
 #include "block_operations.h"
 #include "copies.h"
 #include "sorting.h"
+#include "sparse_operations.h"
 
 namespace {
 
@@ -242,6 +243,29 @@ void sort_two_arrays(Pool& pool, int64_t count) {
     if (sorted[static_cast<size_t>(i)] != static_cast<uint32_t>(i % count) * 858'000u) std::abort();
 }
 
+// Keeps the largest of some blocks, and ends the program if others come back. Then decodes bytes that
+// no encoder writes.
+template <class Pool>
+void keep_the_largest(Pool& pool, int32_t bits) {
+  constexpr int64_t kBlocks = 300, kKept = 37, kChunk = 512;
+  const SparseFormat format = {kKept, kChunk, bits, 3, 1.0f};
+  const int64_t bytes = 2 + format.high_bytes() + format.low_bytes() + format.code_bytes();
+  std::vector<float> values, decoded(kBlocks * kChunk);
+  for (int64_t i = 0; i < kBlocks * kChunk; ++i)
+    values.push_back(static_cast<float>(i % kChunk * 331 % kChunk) * (i % 3 ? 1.0f : -1.0f));
+  std::vector<uint8_t> message(static_cast<size_t>(kBlocks * bytes));
+  const SparseBlocks& kernels = kernels_of_this_machine()->sparse;
+  sparse_encode(pool, kernels, values.data(), {message.data(), kBlocks, format});
+  sparse_decode(pool, kernels, {message.data(), kBlocks, format}, decoded.data());
+  for (size_t i = 0; i < values.size(); ++i) {
+    const bool is_kept = std::fabs(values[i]) >= static_cast<float>(kChunk - kKept);
+    if ((decoded[i] != 0.0f) != is_kept || decoded[i] * values[i] < 0.0f) std::abort();
+  }
+  std::mt19937 random(7);
+  for (uint8_t& byte : message) byte = static_cast<uint8_t>(random());
+  sparse_decode(pool, kernels, {message.data(), kBlocks, format}, decoded.data());
+}
+
 // Copies segments to other places and back, and ends the program if a byte is not there again.
 template <class Pool>
 void copy_there_and_back(Pool& pool, int64_t rows) {
@@ -297,6 +321,7 @@ int main() {
           pool.Schedule([&, size, is_uniform] {
             copy_there_and_back(pool, 1 + size);
             write_many_rows(pool);
+            keep_the_largest(pool, 1 + static_cast<int32_t>(size));
             sort_two_arrays(pool, 40);
             sort_two_arrays(pool, 5000);
             hash = run_all(pool, size, is_uniform) ^ run_blocks(pool);

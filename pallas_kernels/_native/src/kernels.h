@@ -76,11 +76,42 @@ struct BlockRows {
 };
 constexpr int64_t kBlockFormats = 10;
 
+// A format of sparse messages, in the words of `dynamiq_jax.islands.messages.sparse`.
+struct SparseFormat {
+  int64_t keep, chunk;
+  int32_t bits, low_bits;
+  float factor;  // of the scale of a block
+
+  int64_t high_bytes() const { return (keep + (chunk >> low_bits) + 6) / 8; }
+  int64_t low_bytes() const { return (keep * low_bits + 7) / 8; }
+  int64_t code_bytes() const { return (keep * bits + 7) / 8; }
+};
+
+// A block of a sparse message.
+template <class Byte>
+struct SparseBlock {
+  Byte *scale, *highs, *lows, *codes;
+};
+
+// Memory for as many numbers each as a block has coordinates.
+struct SparseScratch {
+  int32_t *sizes, *some, *places;
+  float* sums;
+};
+
+struct SparseBlocks {
+  void (*encode)(const float* values, const SparseFormat& format, const SparseScratch& scratch,
+                 const SparseBlock<uint8_t>& block);
+  void (*decode)(const SparseBlock<const uint8_t>& block, const SparseFormat& format,
+                 float* values);
+};
+
 struct Kernels {
   const char* name;  // of the instruction set
   PlainRows plain;
   CodedRows uniform[3], quadratic[3];  // of groups of 8, 16 and 32 coordinates
   BlockRows blocks[kBlockFormats];
+  SparseBlocks sparse;
 };
 
 namespace avx2 {

@@ -9,6 +9,7 @@
 #include "levels.h"
 #include "offsets.h"
 #include "planes.h"
+#include "sparse_blocks.h"
 
 namespace dynamiq {
 namespace DYNAMIQ_ISA {
@@ -165,6 +166,7 @@ constexpr Kernels kKernels = {
      block_rows<Element<2, 1, 1, 0x7>>(), block_rows<Element<1, 6, 1, 0x7f, true>>(),
      block_rows<Integer<32>>(), block_rows<Integer<64>>(), block_rows<Integer<128>>(),
      block_rows<Integer<256>>()},
+    {encode_sparse, decode_sparse},
 };
 
 }  // namespace
