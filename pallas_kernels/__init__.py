@@ -17,6 +17,7 @@
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base
     native_blocks   formats with one width in `_native`: MX and block integers
+    native_sparse   sparse messages in `_native`
     row_blocks      loops over blocks of rows, for backends without kernels
     copies          copies as one operation, which is one custom call on CPUs
     _jax            base of the whole project: versions of JAX, threads, order of operations

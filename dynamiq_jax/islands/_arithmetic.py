@@ -40,6 +40,33 @@ def zeros_like(tree: Any) -> Any:
     )
 
 
+def on_host(tree: Any) -> Any:
+    """Return a tree in the memory of the hosts of its devices, pinned for transfers."""
+    return _moved_to("pinned_host", tree)
+
+
+def on_devices(tree: Any) -> Any:
+    """Return a tree in the memory of its devices; as it is if it is there."""
+    return _moved_to("device", tree)
+
+
+def _moved_to(kind: str, tree: Any) -> Any:
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Array) or leaf.sharding.memory_kind == kind:
+            return leaf
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
+
+    return jax.tree.map(moved, tree)
+
+
+def delete(tree: Any, but: Any) -> None:
+    """Free the memory of the arrays of a tree that are not in another one."""
+    kept = {id(leaf) for leaf in jax.tree.leaves(but)}
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Array) and id(leaf) not in kept:
+            leaf.delete()
+
+
 @functools.partial(jax.jit, static_argnames="decay")
 def change_of(start: Any, params: Any, residual: Any, decay: float) -> Any:
     """Return what an island has to send, float32 where leaves are narrower."""
@@ -52,18 +79,20 @@ def change_of(start: Any, params: Any, residual: Any, decay: float) -> Any:
 
 def went_on(params: Any, start: Any, reference: Any) -> Any:
     """Return a reference with the change of this island since a start."""
-    return params if start is reference else _moved(params, start, reference)
+    if start is reference:
+        return params
+    return _went_on(params, on_devices(start), on_devices(reference))
 
 
 @jax.jit
-def _moved(params: Any, start: Any, reference: Any) -> Any:
+def _went_on(params: Any, start: Any, reference: Any) -> Any:
     def moved(now: Any, before: Any, reference: Any, like: Any) -> Any:
         return (reference + (now - before)).astype(like.dtype)
 
     return jax.tree.map(moved, wide(params), wide(start), wide(reference), params)
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnames="applied")
 def rest_of(wanted: Any, applied: Any) -> Any:
     """Return what was not applied; nothing where that is not finite."""
 

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import time
 import zlib
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -21,7 +21,17 @@ from dynamiq_jax._core import (
 from dynamiq_jax._inputs.checks import check_floating
 from dynamiq_jax._inputs.compression import Choice
 from dynamiq_jax.islands import _processes
-from dynamiq_jax.islands._arithmetic import change_of, on_all, placed, rest_of, went_on, zeros_like
+from dynamiq_jax.islands._arithmetic import (
+    change_of,
+    delete,
+    on_all,
+    on_devices,
+    on_host,
+    placed,
+    rest_of,
+    went_on,
+    zeros_like,
+)
 from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._packing import pack
@@ -113,6 +123,12 @@ class Islands:
     # Rounds whose changes and states stay in the store, two times `store_every` or more; None: all.
     # An island that is late by more has to join again.
     keep_rounds: int | None = None
+    # Memory that holds states: of the devices of the parameters, or of their hosts, from where they
+    # come to the devices for the arithmetic of an exchange alone.
+    state_on: Literal["device", "host"] = "device"
+    # Whether an exchange frees the outer state and the residual of the state that it is given, when
+    # it has the next ones. The reference stays.
+    donate: bool = False
     poll: float = 0.05  # seconds between two looks at the transport
     seed: int = 0  # of the rounding noise
 
@@ -149,6 +165,8 @@ class Islands:
                     f"keep_rounds={self.keep_rounds!r} needs a transport with a function delete, "
                     f"and {type(self.transport).__name__} has none. See islands.Transport."
                 )
+        check_choice("state_on", self.state_on, ("device", "host"))
+        check_flag("donate", self.donate)
         check_number("poll", self.poll, 0, float("inf"))
         check_integer("seed", self.seed, -(2**31), 2**32 - 1)
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
@@ -179,12 +197,13 @@ class Islands:
         """
         no_changes = "of which islands average no changes. Give floating leaves alone."
         check_floating("params", params, no_changes)
-        params = as_arrays(params)
+        params = on_devices(as_arrays(params))
         first = IslandState(0, params, on_all(self.outer.init(wide(params)), params), ())
         if not _processes.of_leader(bool(self.transport.names("state"))):
             self._store(first)
         state = self._latest(first)
         state = self._caught_up(state._replace(residual=zeros_like(wide(params))))
+        state = cast(IslandState, self._at_rest(state))
         if _processes.leads():
             self.transport.put(f"here/{state.round:08}/{self.name}", b"")
         start = time.monotonic()
@@ -254,7 +273,7 @@ class Islands:
             )
         state = IslandState(state.round, *map(as_arrays, state[1:]))  # of a checkpoint: of NumPy
         start = state.reference if state.start is None else state.start
-        wanted = change_of(start, params, state.residual, self.decay)
+        wanted = change_of(*on_devices((start, params, state.residual)), self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
 
@@ -263,7 +282,12 @@ class Islands:
             return encode(tree, key=own, method=self.method)
 
         packed = pack(self.name, weight, wanted, encoded)
-        return Outgoing(state, hash_of_state(state), start, wanted, packed, loss)
+        reference = hash_of_state(on_devices(state))
+        return Outgoing(state, reference, start, self._at_rest(wanted), packed, loss)
+
+    def _at_rest(self, tree: Any) -> Any:
+        """Return a tree in the memory that holds states."""
+        return on_host(tree) if self.state_on == "host" else tree
 
     def _transferred(self, outgoing: Outgoing) -> Transferred:
         """Send the change of a round, wait for the decision, and read what counts.
@@ -310,14 +334,18 @@ class Islands:
 
     def _finished(self, outgoing: Outgoing, transferred: Transferred) -> IslandState:
         """Take the outer steps of a round whose transfers are done, and of those since."""
-        state = self._step(outgoing.state, transferred.incoming)
-        wanted, left = outgoing.wanted, None
+        before, wanted = outgoing.state, on_devices(outgoing.wanted)
+        state = self._step(on_devices(before), transferred.incoming)
+        left = None
         if transferred.fate == "counts" and self.feedback:
             left = rest_of(wanted, assembled(wanted, transferred.applied))
         elif transferred.fate == "late":
-            left = wanted if self.late == "keep" else outgoing.state.residual
-        residual = zeros_like(wanted) if left is None else left
-        return self._caught_up(state._replace(residual=residual, start=None))
+            left = wanted if self.late == "keep" else before.residual
+        residual = zeros_like(wanted) if left is None else on_devices(left)
+        state = state._replace(residual=residual, start=None)
+        if self.donate:
+            delete((before.outer, before.residual), but=state)
+        return cast(IslandState, self._at_rest(self._caught_up(state)))
 
     def _incoming(self, state: IslandState, reference: str) -> Incoming:
         """Read what a round that is decided brings."""
@@ -404,6 +432,7 @@ class PendingExchange:
 
     def __init__(self, params: Any, islands: Islands, outgoing: Outgoing):
         self.params = params
+        self._start = islands._at_rest(params)
         self._islands, self._outgoing = islands, outgoing
         self._state: IslandState | None = None
         self._transfer = concurrent.futures.Future[Transferred]()
@@ -427,7 +456,7 @@ class PendingExchange:
         """
         if self._state is None:
             state = self._islands._finished(self._outgoing, self._transfer.result())
-            self._state = state._replace(start=self.params)
+            self._state = state._replace(start=self._start)
         return self._state
 
     def _run(self) -> None:

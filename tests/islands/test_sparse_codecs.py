@@ -26,6 +26,7 @@ SETTINGS = (
     Sparse(keep=2048, bits=4),
 )
 KINDS = ("usual", "whole", "zeros", "few", "equal", "special", "subnormal", "tiny", "huge", "bits")
+KINDS += ("between",)
 
 
 def values_of(seed: int, size: int, chunk: int, kinds: list[str]) -> np.ndarray:
@@ -50,6 +51,9 @@ def values_of(seed: int, size: int, chunk: int, kinds: list[str]) -> np.ndarray:
                     block[rng.permutation(chunk)[:7]] = special
                 case kind if kind in scaled:
                     block *= np.float32(2.0 ** scaled[kind])
+                case "between":  # two bfloat16, for the scale of one value
+                    words = block.view(np.uint32)
+                    words[:] = words & np.uint32(0xFFFF0000) | np.uint32(0x8000)
                 case "bits":
                     block[:] = rng.integers(0, 2**32, chunk, np.uint32).view(np.float32)
     return values[:size]

@@ -158,8 +158,7 @@ void encode_sparse(const float* values, const SparseFormat& format, const Sparse
 void decode_sparse(const SparseBlock<const uint8_t>& block, const SparseFormat& format,
                    float* values) {
   for (int64_t i = 0; i < format.chunk; ++i) values[i] = 0.0f;
-  const float sent = from_bfloat16_bits(load_bfloat16_bits(block.scale));
-  const float scale = magnitude_bits(sent) < bits_of(kTiny) ? sent * 0.0f : sent;
+  const float scale = from_bfloat16_bits(load_bfloat16_bits(block.scale));
   FieldReader lows(block.lows, format.low_bits), codes(block.codes, format.bits);
   int64_t rank = 0;
   for (int64_t byte = 0; byte < format.high_bytes(); ++byte)
