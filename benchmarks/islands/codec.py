@@ -3,7 +3,8 @@
     python -m benchmarks.islands.codec
     python -m benchmarks.islands.codec --size 4194304 --no-save
 
-Beside them: the largest of each block by `jax.lax.top_k` alone, and a copy.
+Beside them: the largest of each block by `jax.lax.top_k` alone, a copy, the encoders in NumPy and in
+JAX without the native codec, and the change with the residual, before it is encoded.
 """
 
 import dataclasses
@@ -19,10 +20,14 @@ from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.harness.timing import in_turns
 from dynamiq_jax.islands import Sparse, decode, encode, messages
+from dynamiq_jax.islands._arithmetic import change_of
+from dynamiq_jax.islands._sparse import encoded_in_jax
 
 METHODS: dict[str, Any] = {
+    "0.5 bits": Sparse(keep=272),
     "0.25 bits": Sparse(),
     "published, 0.16 bits": Sparse(keep=64, bits=2, gain=1),
+    "0.11 bits": Sparse(keep=46),
     "3 bits": "dynamiq:3",
     "4 bits": "dynamiq:4",
     "exact": "exact",
@@ -56,6 +61,10 @@ def main(config: Config) -> Iterator[Report]:
     beside = {"copy": values.copy, "top_k": lambda: largest(blocks)}
     form = Sparse().format
     beside["encode, NumPy"] = lambda: form.encode(values)
+    in_jax = jax.jit(lambda rows: encoded_in_jax(rows, form, 1.25))
+    beside["encode, JAX"] = lambda: in_jax(blocks)
+    arrays = [jax.device_put(number * values) for number in range(3)]
+    beside["change with residual"] = lambda: change_of(*arrays, 0.95)
     found = {"ns": _times(beside, config), "rows": list[dict[str, Any]]()}
     for name, method in METHODS.items():
         message = encode(tree, method, key=jax.random.key(0))
