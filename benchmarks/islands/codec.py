@@ -3,12 +3,12 @@
     python -m benchmarks.islands.codec
     python -m benchmarks.islands.codec --size 4194304 --no-save
 
-Beside them: the largest of each block by `jax.lax.top_k` alone, a copy, the encoders in NumPy and in
-JAX without the native codec, and the change with the residual, before it is encoded.
+Times are the shortest ones: other programs of the machine lengthen the others. Beside them: the
+largest of each block by `jax.lax.top_k` alone, a copy, the encoders in NumPy and in JAX without the
+native codec, and the change with the residual, before it is encoded.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +39,7 @@ class Config:
     """Options of the benchmark."""
 
     size: int = 2**24  # coordinates
-    repeats: int = 5
+    repeats: int = 12
     save: bool = True  # write the result to benchmarks/results/islands_codec.json
 
 
@@ -82,9 +82,9 @@ def main(config: Config) -> Iterator[Report]:
 
 
 def _times(calls: dict[str, Callable[[], Any]], config: Config) -> dict[str, float]:
-    """Return the median time of each call, in nanoseconds a coordinate."""
+    """Return the shortest time of each call, in nanoseconds a coordinate."""
     seconds = in_turns(calls, config.repeats)
-    return {name: 1e9 * statistics.median(each) / config.size for name, each in seconds.items()}
+    return {name: 1e9 * min(each) / config.size for name, each in seconds.items()}
 
 
 if __name__ == "__main__":
