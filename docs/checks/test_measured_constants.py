@@ -2,12 +2,13 @@
 
 import pytest
 
+from benchmarks.islands.sparse import rounds_until
 from docs.scripts.advised import gain_of_a_step
 from docs.scripts.cpu_tables import cpu_worker_ns
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
-from dynamiq_jax._prediction.islands import SPARSE, MessageKind
+from dynamiq_jax._prediction.islands import PLAIN_STEPS, SPARSE_KINDS, MessageKind
 from dynamiq_jax.topologies import Ring
 
 
@@ -23,11 +24,24 @@ def test_the_speed_of_a_gpu_is_that_of_measured_kernels():
 
 def test_the_codec_times_of_islands_are_measured():
     measured = {row["bits"]: row["ns"] for row in results_of("islands_codec")["rows"]}
-    for message in (SPARSE, MessageKind(bits=4.0)):
+    for message in (*SPARSE_KINDS, MessageKind(bits=4.0)):
         times = measured[message.bits]
         assert (message.encode_ns, message.decode_ns) == pytest.approx(
-            (times["encode"], times["decode"]), abs=0.05
+            (times["encode"], times["decode"]), abs=0.06
         )
+
+
+def test_the_rounds_of_islands_are_measured():
+    found = results_of("islands_rounds")
+    exact = next(row["mean"] for row in found["rows"] if row["setting"] == "exact")
+    for message, name in zip(SPARSE_KINDS, ("0.5", "0.25", "0.11"), strict=True):
+        row = next(row for row in found["rows"] if row["setting"] == f"{name} bits")
+        rounds = rounds_until([found["before"], *row["mean"]], len(exact), exact[5])
+        assert message.rounds == pytest.approx(rounds / 6, abs=0.006)
+        assert message.bits == pytest.approx(row["bits"], rel=0.01)  # padding
+    steps = {row["run"]: row["steps"] for row in results_of("islands_links")["rows"][:4]}
+    ratio = steps["4 bits in every step"] / steps["islands, 4 bits"]
+    assert ratio == pytest.approx(PLAIN_STEPS, abs=0.005)
 
 
 def test_nothing_is_gained_on_nvlink():

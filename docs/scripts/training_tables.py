@@ -327,6 +327,47 @@ def islands_codec() -> str:
     return markdown(["messages", *names], rows) + f"\nBeside them: {beside}.\n"
 
 
+def islands_bandwidth() -> str:
+    """Write times to a loss of islands and plain steps by bandwidth: islands_bandwidth.json."""
+    results = results_of("islands_bandwidth")
+    names = list(results["rows"][0]["times"])
+    rows = [
+        [
+            format_rate(row["rate"]),
+            *(
+                f"**{row['times'][n]:.2f}**" if n == row["first"] else f"{row['times'][n]:.2f}"
+                for n in names
+            ),
+        ]
+        for row in results["rows"]
+    ]
+    plain = f"From {format_rate(results['plain_from'])} on, a plain step is the first."
+    return markdown(["link", *names], rows) + f"\n{plain}\n"
+
+
+def islands_memory() -> str:
+    """Write bytes and seconds of joins and exchanges: islands_memory.json."""
+    rows = [
+        [
+            f"{row['size'] / 1e6:.0f} M",
+            row["message"],
+            row.get("state_on", "device") + (", donated" if row.get("donate") else ""),
+            f"{row['on devices'] / row['size']:.0f}",
+            *(
+                cell
+                for name in ("join", "exchange")
+                for cell in (
+                    f"{row[name]['peak'] / row['size']:.0f}",
+                    f"{row[name]['seconds']:.1f} s",
+                )
+            ),
+        ]
+        for row in results_of("islands_memory")["rows"]
+    ]
+    header = ["parameters", "messages", "state", "between exchanges, on devices", "join, peak"]
+    return markdown([*header, "join", "exchange, peak", "exchange"], rows)
+
+
 def islands_links() -> str:
     """Write times to losses of islands over slow links, beside all-reduces: islands_links.json."""
     results = results_of("islands_links")
@@ -366,5 +407,7 @@ ALL: tuple[Callable[[], str], ...] = (
     islands_rounds,
     islands_bad_days,
     islands_codec,
+    islands_bandwidth,
+    islands_memory,
     islands_links,
 )

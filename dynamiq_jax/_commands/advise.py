@@ -32,7 +32,17 @@ from dynamiq_jax._prediction.device_speeds import (
     TPU_LINKS,
     DeviceKind,
 )
-from dynamiq_jax._prediction.islands import SHARE, SPARSE, MessageKind, island_memory, island_rounds
+from dynamiq_jax._prediction.islands import (
+    SHARE,
+    SPARSE,
+    SPARSE_KINDS,
+    IslandRounds,
+    MessageKind,
+    faster_from,
+    island_memory,
+    island_rounds,
+    plain_seconds,
+)
 
 _MOST_WORKERS = 2**20
 _USUAL_LINK = "10gbit"
@@ -132,26 +142,37 @@ class Advise:
         if self.every is None:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
-        rounds = [
-            island_rounds(size, self.workers, message, seconds, self.rate, self.device == "cpu")
-            for message in (SPARSE, *map(MessageKind, self.bits))
-        ]
+
+        def rounds_of(message: MessageKind, rate: float) -> IslandRounds:
+            on_cpu = self.device == "cpu"
+            return island_rounds(size, self.workers, message, seconds, rate, on_cpu)
+
+        dense = [MessageKind(bits) for bits in self.bits]
         lines = [
             f"{self.workers} islands with a round every {self.every} steps need "
             f"{format_rate(each.rate)} each to exchange {each.message.bits:g} bits in {SHARE:.0%} "
             f"of the time. On this link, {each.computing[0]:.0%} to {each.computing[1]:.0%} of the "
             f"time computes; a message has {format_bytes(each.message_bytes)}, and a day "
             f"{format_bytes(each.bytes_a_day)}."
-            for each in rounds
+            for each in (rounds_of(message, self.rate) for message in (SPARSE, *dense))
         ]
+        kinds = [*SPARSE_KINDS, *dense]
+        rounds = [rounds_of(message, self.rate) for message in kinds]
         first, second = sorted(rounds, key=lambda each: each.to_loss)[:2]
+        keep, bits = first.message.keep, min(self.bits)
+        name = "" if keep is None else f", islands.Sparse(keep={keep}),"
+        plain = faster_from(
+            lambda rate: plain_seconds(size, self.workers, bits, self.every or 1, seconds, rate),
+            [lambda rate, kind=kind: rounds_of(kind, rate).to_loss for kind in kinds],
+        )
         memory = format_bytes(island_memory(size))
         return [
             *lines,
-            f"To the same loss, {first.message.bits:g} bits are the fastest on this link, "
-            f"{second.to_loss / first.to_loss:.2f} times as fast as {second.message.bits:g} bits. "
-            f"Messages of {SPARSE.bits:g} bits take {SPARSE.rounds:g} times the rounds, as "
-            "measured on a small model.",
+            f"To the same loss, messages of {first.message.bits:.2g} bits{name} are the fastest on "
+            f"this link, {second.to_loss / first.to_loss:.2f} times as fast as those of "
+            f"{second.message.bits:.2g} bits. They take {first.message.rounds:g} times the rounds "
+            f"of exact ones, as measured on a small model. From {format_rate(plain)} on, an "
+            f"all-reduce of {bits:g} bits in every step is faster.",
             f"Parameters, reference, momentum and residual take {memory} on the host.",
         ]
 

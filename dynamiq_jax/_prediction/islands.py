@@ -1,5 +1,7 @@
 """Rounds of islands on a link: what they need of it, and how much of the time computes."""
 
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax.islands import Sparse
@@ -15,14 +17,27 @@ class MessageKind(NamedTuple):
 
     bits: float  # of a coordinate
     # Nanoseconds a coordinate on two cores of a CPU: benchmarks/results/islands_codec.json.
-    encode_ns: float = 2.3
-    decode_ns: float = 1.4
+    encode_ns: float = 2.2
+    decode_ns: float = 1.5
     # To one loss, relative to exact messages: benchmarks/results/islands_rounds.json. Messages of 3
     # and 4 bits take as many.
     rounds: float = 1.0
 
+    keep: int | None = None  # of `Sparse`; None for dense messages
 
-SPARSE = MessageKind(Sparse().bits_a_coordinate, encode_ns=9.7, decode_ns=0.9, rounds=1.21)
+
+SPARSE_KINDS = tuple(
+    MessageKind(Sparse(keep=keep).bits_a_coordinate, encode_ns, decode_ns, rounds, keep)
+    for keep, encode_ns, decode_ns, rounds in (
+        (272, 4.3, 0.9, 1.04),
+        (124, 3.1, 0.3, 1.21),
+        (46, 3.0, 0.2, 1.69),
+    )
+)
+SPARSE = SPARSE_KINDS[1]  # of the default settings
+# Steps to one loss with an all-reduce in each, relative to the local steps of islands with messages
+# of 4 bits: benchmarks/results/islands_links.json.
+PLAIN_STEPS = 0.62
 
 
 class IslandRounds(NamedTuple):
@@ -57,6 +72,43 @@ def island_rounds(
         bytes_a_day=islands * message_bytes * _DAY / shortest,
         to_loss=message.rounds * (shortest + longest) / 2,
     )
+
+
+def plain_seconds(
+    size: int, workers: int, bits: float, steps: int, seconds: float, link: float
+) -> float:
+    """Predict the time of an all-reduce in every step to a loss, as `IslandRounds.to_loss`.
+
+    Margins of real links are those of islands.
+
+    Args:
+      size: parameters.
+      workers: number of workers, of which each sends and receives its share of a ring.
+      bits: of a coordinate.
+      steps: local steps of a round of islands.
+      seconds: of all these steps, computation alone.
+      link: bits a second.
+    """
+    wire = steps * 2 * (workers - 1) / workers * size * bits / link
+    return PLAIN_STEPS * (seconds + sum(MARGINS) / 2 * wire)
+
+
+def faster_from(
+    plain: Callable[[float], float], others: Sequence[Callable[[float], float]]
+) -> float:
+    """Return the bandwidth from which on one time is the shortest; Inf if it never is.
+
+    Args:
+      plain: time on a link of some bits a second: a sum of a constant and of a term over the rate.
+      others: times of the same form.
+    """
+
+    def after(other: Callable[[float], float]) -> float:
+        gained = other(math.inf) - plain(math.inf)
+        wire = (plain(1.0) - plain(math.inf)) - (other(1.0) - other(math.inf))
+        return max(wire, 0.0) / gained if gained > 0 else math.inf
+
+    return max(map(after, others))
 
 
 def island_memory(size: int) -> int:
