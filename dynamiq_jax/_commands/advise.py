@@ -1,6 +1,7 @@
 """`dynamiq-jax advise`: whether to compress, and how, from the cost model."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -161,10 +162,14 @@ class Advise:
         first, second = sorted(rounds, key=lambda each: each.to_loss)[:2]
         keep, bits = first.message.keep, min(self.bits)
         name = "" if keep is None else f", islands.Sparse(keep={keep}),"
-        plain = faster_from(
-            lambda rate: plain_seconds(size, self.workers, bits, self.every or 1, seconds, rate),
-            [lambda rate, kind=kind: rounds_of(kind, rate).to_loss for kind in kinds],
-        )
+
+        def to_loss(kind: MessageKind) -> Callable[[float], float]:
+            return lambda rate: rounds_of(kind, rate).to_loss
+
+        def all_reduces(rate: float) -> float:
+            return plain_seconds(size, self.workers, bits, self.every or 1, seconds, rate)
+
+        plain = faster_from(all_reduces, [*map(to_loss, kinds)])
         memory = format_bytes(island_memory(size))
         return [
             *lines,

@@ -11,7 +11,8 @@ if importlib.util.find_spec("jax"):
     from dynamiq_jax.islands._decode import decode
     from dynamiq_jax.islands._encode import encode
     from dynamiq_jax.islands._history import RoundRecord, history
-    from dynamiq_jax.islands._islands import Islands, PendingExchange
+    from dynamiq_jax.islands._islands import Islands
+    from dynamiq_jax.islands._pending import PendingExchange
     from dynamiq_jax.islands._sparse import Sparse
     from dynamiq_jax.islands._state import IslandState
     from dynamiq_jax.islands._transports import ObjectStore, SharedFolder, Transport

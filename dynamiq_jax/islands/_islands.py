@@ -1,8 +1,6 @@
 """Local SGD between jobs that come and go."""
 
-import concurrent.futures
 import dataclasses
-import threading
 import time
 import zlib
 from typing import Any, Literal, cast
@@ -35,6 +33,7 @@ from dynamiq_jax.islands._arithmetic import (
 from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._packing import pack
+from dynamiq_jax.islands._pending import PendingExchange
 from dynamiq_jax.islands._records import LONGEST_NAME, digest_of, is_file_name, sealed
 from dynamiq_jax.islands._rounds import (
     RoundFiles,
@@ -238,7 +237,7 @@ class Islands:
 
     def start_exchange(
         self, params: Any, state: IslandState, *, weight: float = 1.0, loss: float | None = None
-    ) -> "PendingExchange":
+    ) -> PendingExchange:
         """Send the change of a round while the next local steps run.
 
             exchange = islands.start_exchange(params, state)
@@ -258,7 +257,12 @@ class Islands:
         """
         outgoing = self._outgoing(params, state, weight, loss)
         going_on = went_on(params, outgoing.start, outgoing.state.reference)
-        return PendingExchange(going_on, self, outgoing)
+        start = self._at_rest(going_on)
+
+        def finish(transferred: Transferred) -> IslandState:
+            return self._finished(outgoing, transferred)._replace(start=start)
+
+        return PendingExchange(going_on, lambda: self._transferred(outgoing), finish)
 
     def _outgoing(
         self, params: Any, state: IslandState, weight: float, loss: float | None
@@ -423,44 +427,3 @@ class Islands:
 
     def _waits(self, start: float, lacks: bool) -> bool:
         return lacks and time.monotonic() - start < self.deadline
-
-
-class PendingExchange:
-    """Exchange of a round that runs beside local steps; see `Islands.start_exchange`."""
-
-    params: Any  # where the next local steps begin
-
-    def __init__(self, params: Any, islands: Islands, outgoing: Outgoing):
-        self.params = params
-        self._start = islands._at_rest(params)
-        self._islands, self._outgoing = islands, outgoing
-        self._state: IslandState | None = None
-        self._transfer = concurrent.futures.Future[Transferred]()
-        # A thread that does not keep a program from ending, as those of an executor do.
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def done(self) -> bool:
-        """Return whether the changes of the others are here, so that `result` does not wait."""
-        return self._transfer.done()
-
-    def result(self) -> IslandState:
-        """Wait for the decision and the changes of the others, and take the outer steps since.
-
-        All processes of an island call it at the same place of their programs.
-
-        Returns:
-          The state of a round later, or more if this island was late by more.
-
-        Raises:
-          RuntimeError: as `Islands.exchange`, and errors of the store.
-        """
-        if self._state is None:
-            state = self._islands._finished(self._outgoing, self._transfer.result())
-            self._state = state._replace(start=self._start)
-        return self._state
-
-    def _run(self) -> None:
-        try:
-            self._transfer.set_result(self._islands._transferred(self._outgoing))
-        except BaseException as error:  # raised by `result`
-            self._transfer.set_exception(error)
