@@ -537,6 +537,29 @@ def test_shards_over_the_axis_of_the_workers_get_their_part_of_a_sum(known_by, d
     assert found.bytes_after == W.size * 2 * (WORKERS - 1) / WORKERS  # 16 bits
 
 
+def test_a_constraint_on_the_gradient_of_each_layer_leaves_the_loop_with_its_sum(data_mesh):
+    mesh = data_mesh(WORKERS)
+    whole, parts = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    layers, x = normal(3, 32, 32, scale=0.2), normal(16, 32)
+
+    @jax.custom_vjp
+    def in_shards(w):
+        return w
+
+    def backward(_, gradient):
+        return (lax.with_sharding_constraint(gradient, parts),)
+
+    in_shards.defvjp(lambda w: (w, None), backward)
+
+    def loss(layers, x):
+        return jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ in_shards(w)), None), x, layers)[0])
+
+    jitted = jax.jit(jax.grad(loss), in_shardings=(whole, parts), out_shardings=whole)
+    compressed = dq.compress(jitted, "data", method=OPTIONS)
+    check(compressed(layers, x), jitted(layers, x), (layers.shape,))
+    assert [each.sum.shape for each in compressed.report(layers, x).compressed] == [layers.shape]
+
+
 @pytest.mark.parametrize("rows", [P(("hosts", "local")), P("hosts", "local")], ids=str)
 def test_sums_are_compressed_between_hosts_alone(rows):
     """Rows over both axes, of one dimension or of two."""
