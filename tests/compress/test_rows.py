@@ -95,6 +95,11 @@ CASES = {
         [(X, 1), (normal(2, 4, 8), 1)],
         [1],
     ),
+    "update of some rows": (
+        lambda x, v: lax.dynamic_update_slice(x, v, (0, 1, 0)),
+        [(X, 1), (normal(6, 2, 8), 1)],
+        [1],
+    ),
     "a table": (in_rows(lambda i: normal(9, 5)[i]), [(places(6), 0)], [0]),
     "slices of a table": (
         lambda x, i: jax.vmap(taken, (None, 0))(x, i),
@@ -109,11 +114,15 @@ CASES = {
     ),
 }
 # Rows are split, joined with others, or of other groups in another order.
-IN_PARTS = {"split rows", "halves of the rows", "two views", "groups of rows"}.union(
-    name for name in CASES if "joined" in name
-)
+IN_PARTS = {
+    "split rows",
+    "halves of the rows",
+    "two views",
+    "groups of rows",
+    "update of some rows",
+}.union(name for name in CASES if "joined" in name)
 # Operands of which the hint alone is not enough: their rows are known from the others.
-NOT_ALONE = {"two views": (0, 1), "one update of each row": (2,)}
+NOT_ALONE = {"two views": (0, 1), "one update of each row": (2,), "update of some rows": (1,)}
 
 
 def followed(function, operands, dims):
