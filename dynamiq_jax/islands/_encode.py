@@ -28,8 +28,7 @@ from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax.islands import _gathered
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands.messages.formats import Format
-from dynamiq_jax.islands.messages.known import FORMATS
-from dynamiq_jax.islands.messages.message import DTYPES, Leaf, Message
+from dynamiq_jax.islands.messages.message import DTYPES, FORMATS, Leaf, Message
 from dynamiq_jax.methods import METHODS, ChunkedMethod, DynamiQ, Method
 from pallas_kernels._jax.compat import override
 

@@ -11,10 +11,10 @@ from jax import Array, lax
 from dynamiq_jax._core import RecodedChunks, WireCost, check_choice, check_integer, check_number
 from dynamiq_jax.islands.messages.sparse import CHUNKS, SparseFormat, magnitudes
 from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod
+from pallas_kernels import native_sparse
 from pallas_kernels._jax.compat import match_varying, override
 from pallas_kernels._jax.platforms import platform_dependent
 from pallas_kernels.codec.arithmetic import Index
-from pallas_kernels.native_sparse import NativeSparse, is_here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,9 @@ class Sparse(ChunkedMethod):
 def encoded(values: Array, form: SparseFormat, gain: float) -> Array:
     """Encode float32 [size], a multiple of `form.chunk`: uint8, as `form.sections` says."""
     rows = values.reshape(-1, form.chunk)
-    factor, size = form.factor(gain), len(rows) * sum(form.widths)
-    native = NativeSparse(keep=form.keep, bits=form.bits)
+    size, fields = len(rows) * sum(form.widths), {"keep": form.keep, "bits": form.bits}
     return _by_platform(
-        lambda rows: native.encode(rows, factor, size),
+        lambda rows: native_sparse.encode(rows, size, **fields, factor=form.factor(gain)),
         lambda rows: encoded_in_jax(rows, form, gain),
         rows,
     )
@@ -103,9 +102,8 @@ def encoded(values: Array, form: SparseFormat, gain: float) -> Array:
 def decoded(message: Array, form: SparseFormat) -> Array:
     """Decode what `encoded` returns: float32 [size]."""
     shape = message.size // sum(form.widths), form.chunk
-    native = NativeSparse(keep=form.keep, bits=form.bits)
     rows = _by_platform(
-        lambda message: native.decode(message, shape),
+        lambda message: native_sparse.decode(message, shape, keep=form.keep, bits=form.bits),
         lambda message: decoded_in_jax(message, form),
         message,
     )
@@ -115,7 +113,7 @@ def decoded(message: Array, form: SparseFormat) -> Array:
 def _by_platform(
     native: Callable[[Array], Array], in_jax: Callable[[Array], Array], values: Array
 ) -> Array:
-    functions = {"default": in_jax} | ({"cpu": native} if is_here() else {})
+    functions = {"default": in_jax} | ({"cpu": native} if native_sparse.is_here() else {})
     return cast(Array, platform_dependent(functions, values))
 
 

@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynamiq_jax.islands import Sparse, _sparse
-from pallas_kernels import _native
-from pallas_kernels.native_sparse import NativeSparse
+from pallas_kernels import _native, native_sparse
 from tests.support.message_bytes import same_bits
 from tests.support.native_calls import assert_shapes_are_checked, called
 
@@ -66,13 +65,15 @@ def codec(sparse: Sparse, name: str):
     if name == "jax":
         encode = lambda rows: _sparse.encoded_in_jax(rows, form, sparse.gain)  # noqa: E731
         return jax.jit(encode), jax.jit(lambda message: _sparse.decoded_in_jax(message, form))
-    native, factor = NativeSparse(keep=form.keep, bits=form.bits), form.factor(sparse.gain)
+    fields = {"keep": form.keep, "bits": form.bits}
 
     def encode(rows):
-        return native.encode(rows, factor, len(rows) * sum(form.widths))
+        size, factor = len(rows) * sum(form.widths), form.factor(sparse.gain)
+        return native_sparse.encode(rows, size, **fields, factor=factor)
 
     def decode(message):
-        return native.decode(message, (message.size // sum(form.widths), form.chunk))
+        shape = message.size // sum(form.widths), form.chunk
+        return native_sparse.decode(message, shape, **fields)
 
     return jax.jit(encode), jax.jit(decode)
 

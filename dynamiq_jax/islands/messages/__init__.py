@@ -6,7 +6,6 @@ NumPy alone, for a coordinator that has no JAX: nothing here imports it.
     message     header and body, to bytes and back, and the checks of bytes from elsewhere
     formats     compressed parts of the body
     sparse      the largest coordinates of each block, which islands without JAX can write too
-    known       formats by the names of their methods
     decoding    leaves of messages, and weighted sums of them
 """
 

@@ -32,30 +32,18 @@ def decode(*messages: Message, weights: Weights = None) -> dict[str, NDArray[Any
       TypeError: an argument that is no `Message`.
       ValueError: no message, messages of other leaves than the first, or weights that do not fit.
     """
-    leaves = weighted_sum(messages, weights, _leaves_of, _Sum())
+    leaves = weighted_sum(messages, weights, _leaves_of, flushed)
     return {
         leaf.name: values.astype(dtype_of(leaf.dtype))
         for leaf, values in zip(messages[0].leaves, leaves, strict=True)
     }
 
 
-class _Sum:
-    """Sums as the vector units of most hardware compute them: without subnormal numbers."""
-
-    def times(self, leaf: NDArray[Any], factor: np.floating) -> NDArray[Any]:
-        """Return a leaf times a number of its dtype."""
-        return flushed(flushed(leaf) * factor)
-
-    def plus(self, total: NDArray[Any], leaf: NDArray[Any]) -> NDArray[Any]:
-        """Return a sum of two leaves of one dtype."""
-        return flushed(flushed(total) + flushed(leaf))
-
-
 def weighted_sum(
     messages: Sequence[Message],
     weights: Weights,
     leaves_of: Callable[[Message], Sequence[Any]],
-    arithmetic: Any,
+    flush: Callable[[Any], Any],
 ) -> Sequence[Any]:
     """Add up the leaves of messages; see `decode`.
 
@@ -63,7 +51,8 @@ def weighted_sum(
       messages: the messages.
       weights: their factors, or None.
       leaves_of: function of a message to its leaves, arrays.
-      arithmetic: functions `times` and `plus` of arrays.
+      flush: function of an array to one without subnormal numbers, as the vector units of most
+        hardware compute; one that returns its argument where they do.
     """
     _check(messages, weights)
     if len(messages) == 1 and weights is None:
@@ -75,9 +64,11 @@ def weighted_sum(
             leaf.astype(dtype) for leaf, dtype in zip(leaves_of(message), dtypes, strict=True)
         ]
         if weights is not None:
-            leaves = [arithmetic.times(leaf, leaf.dtype.type(weights[number])) for leaf in leaves]
+            factor = weights[number]
+            leaves = [flush(flush(leaf) * leaf.dtype.type(factor)) for leaf in leaves]
         if total is not None:
-            leaves = [arithmetic.plus(*pair) for pair in zip(total, leaves, strict=True)]
+            pairs = zip(total, leaves, strict=True)
+            leaves = [flush(flush(sum_) + flush(leaf)) for sum_, leaf in pairs]
         total = leaves
     assert total is not None
     return total

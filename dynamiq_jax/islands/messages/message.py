@@ -14,9 +14,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax.islands.messages.formats import Format
-from dynamiq_jax.islands.messages.known import FORMATS
+from dynamiq_jax.islands.messages.formats import (
+    BlockIntFormat,
+    DynamiQFormat,
+    Format,
+    MXFormat,
+    WordFormat,
+)
+from dynamiq_jax.islands.messages.sparse import SparseFormat
 
+FORMATS: dict[str, type[Any]] = {  # by the names of their methods
+    "dynamiq": DynamiQFormat,
+    "exact": WordFormat,
+    "bf16": WordFormat,
+    "blockint": BlockIntFormat,
+    **dict.fromkeys(("mxfp8", "mxfp6", "mxfp4", "mxint8"), MXFormat),
+    "sparse": SparseFormat,
+}
 MESSAGE_FORMAT = 1  # version of the bytes: another one for any change of their meaning
 
 MAGIC = b"DQMS"
