@@ -1,6 +1,5 @@
 """psum and pmean: one result on all workers, the same simulated and on a mesh, for any pytree."""
 
-import dataclasses
 import functools
 
 import jax
@@ -86,26 +85,6 @@ def test_the_mean_is_the_sum_divided_by_the_workers(num_workers):
 
 
 # ----------------------------------------------------------------------------------------- bias
-
-
-@pytest.mark.slow
-def test_correlated_hops_trade_a_small_bias_for_a_smaller_error():
-    """Each rounding is unbiased, their chain is not quite: the input of a hop depends on the noise
-    that it shares with the hop before. The mean over keys keeps a few percent of the squared error,
-    with a gain of one. The error itself is a quarter below that of independent hops, whose mean
-    over k keys has an error of 1 / k.
-    """
-    gradient, keys = tree_of(3)["kernel"], 128
-    truth, singles = gradient.sum(axis=0, dtype=np.float64), []
-    for rounding, least, most in (("independent", 0.8, 1.2), ("correlated", 1, 0.08 * keys)):
-        method = dataclasses.replace(TWO_WIDTHS, rounding=rounding)
-        run = simulated(lambda key, local, method=method: dq.psum(local, "data", method, key=key))
-        results = [np.asarray(run(jax.random.key(k), gradient)[0], float) for k in range(keys)]
-        singles.append(np.mean([vnmse(result, truth) for result in results]))
-        mean = np.mean(results, axis=0)
-        assert least / keys < vnmse(mean, truth) / singles[-1] < most / keys
-        assert np.vdot(mean, truth) / np.vdot(truth, truth) == pytest.approx(1, abs=5e-4)
-    assert 1e-6 < 0.5 * singles[0] < singles[1] < 0.85 * singles[0]
 
 
 def test_steps_of_a_scan_have_keys_of_their_own():

@@ -10,17 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from benchmarks.emulation import namespaces
-from benchmarks.emulation.network import NetworkRun
 from benchmarks.emulation.processes import Processes
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._measurement.settings import parse_settings
 from tests.support.emulation import emulates
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -163,43 +160,6 @@ def test_a_stopped_run_leaves_nothing(start):
 
 
 # ---------------------------------------------------------------- runs that cannot go on
-
-
-@pytest.fixture
-def failing_run(monkeypatch) -> Callable[[Callable[[], None]], CommandError]:
-    """`failing_run(damage)` does damage while bytes flow over limited links; the error."""
-
-    def run(damage: Callable[[], None]) -> CommandError:
-        settings = parse_settings(["psum"])
-        measured = NetworkRun(settings, 2, size=2**16, repeats=60, seed=0, timeout=3)
-        timers: list[threading.Timer] = []
-
-        def done(what: str) -> None:
-            if "2 Mbit/s" in what and not timers:  # one all-reduce takes a second
-                timers.append(threading.Timer(0.3, damage))
-                timers[0].start()
-
-        with pytest.raises(CommandError) as error:
-            measured.measure([2e6], done)
-        timers[0].join()
-        return error.value
-
-    return run
-
-
-@pytest.mark.slow
-@emulates
-def test_a_stalled_link_ends_all_with_an_error(failing_run):
-    workers = []
-
-    def cut_one_off() -> None:
-        workers.extend(workers_of(os.getpid()))
-        victim = next(name for name in namespaces_of(os.getpid()) if name.endswith("-1"))
-        subprocess.run(["ip", "-n", victim, "link", "set", "eth0", "down"], check=True)
-
-    error = str(failing_run(cut_one_off))
-    assert "no answer from host" in error and "--timeout" in error
-    assert_nothing_left(os.getpid(), workers)
 
 
 ANSWERS = "import sys; [print('{}', flush=True) for line in sys.stdin]"

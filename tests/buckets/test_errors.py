@@ -404,11 +404,6 @@ def test_a_report_needs_both_a_mesh_and_specs(data_mesh):
         dq.wire_report(GRADIENT, 2, mesh=data_mesh(2), method=dq.Compression(specs=P()))
 
 
-def test_scalars_do_not_scatter():
-    with raises(ValueError, "scatter_dimension=0 is not a dimension of tree", "with a dimension"):
-        simulated(lambda key, g: dq.psum_scatter(g, "data", key=key))(KEY, GRADIENT[:, 0])
-
-
 def test_a_state_of_several_workers():
     reduce = dq.all_reduce_gradients("data", method="ef+bf16")
     state = jax.vmap(reduce.init, axis_name="data", axis_size=2, in_axes=None)(GRADIENT[0])

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 
 from examples import finetune_llm
 from examples.llm import run
-from examples.llm.recipe import Recipe
 from examples.llm.run import read_records
 from examples.tools import budget, digests
 from tests.support import llm_files, processes
@@ -174,43 +173,6 @@ def test_a_run_that_does_not_fit_the_disk_or_the_memory_makes_nothing(
         with pytest.raises(SystemExit, match=r"--workers 2 needs 2.5 .* this machine has 2.5 GiB"):
             command(tmp_path / "output")
     assert not (tmp_path / "output").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only the C library of Linux keeps it")
-def test_memory_that_was_freed_is_given_back():
-    def resident():
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-
-    small = [np.ones(2**13) for _ in range(2**12)]  # 64 KiB each, which the C library keeps
-    last = small[-1:]  # behind them
-    before, quarter = resident(), 2**26 / os.sysconf("SC_PAGE_SIZE")
-    del small
-    assert resident() > before - quarter
-    budget.give_back_memory()
-    assert resident() < before - 2 * quarter
-    assert last[0][0] == 1
-
-
-def test_a_run_says_what_it_needs_before_it_starts(command, output, files, monkeypatch):
-    """Two checkpoints are kept while a third is written. Those that are there need no more room."""
-    recipe = Recipe(method="bf16", steps=STEPS, learning_rate=1e-2)
-    options = finetune_llm.Options(
-        checkpoint=files / "start", data=files / "chats.jsonl", context=64
-    )
-    _, task = finetune_llm.read_task(options, llm_files.mesh_of(2))
-    count, sizes = sum(leaf.size for leaf in jax.tree.leaves(task.shapes)), []
-    monkeypatch.setattr(budget, "check_disk", lambda folder, size: sizes.append(size) or "")
-    monkeypatch.setattr(budget, "seconds_of_training", lambda params, *work: 60 * work[0] + work[1])
-    text = run.check_runs(task, {output / "new": recipe}, save_every=3)
-    run.check_runs(task, {output: recipe}, save_every=3)
-    assert text.startswith(f"{count:,} parameters, {len(task.rows.tokens)} rows, 2 worker(s) of 1")
-    # Adam has two moments of each parameter; in the end there is a copy of the model.
-    assert sizes[0] == pytest.approx((3 * 12 + 4) * count, rel=0.01)
-    assert 4 * count <= sizes[1] < sizes[0]
-    # Before the first step, and after every fourth one.
-    tokens = STEPS * 2 * 2 * 64 + 3 * task.held_out.tokens.size / 3
-    minutes = tokens + STEPS * 2 / 60
-    assert f"1 run(s), 8 steps in all, need , and about {minutes:,.1f} minutes" in text
 
 
 def test_a_model_is_not_written_over_the_one_it_came_from(files, command):

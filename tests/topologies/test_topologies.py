@@ -12,10 +12,9 @@ from jax import lax
 
 import dynamiq_jax as dq
 from benchmarks.error import rounding_bias
-from dynamiq_jax import topologies
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import Axis, Call, ChunkCodec
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring, resolve_topology
+from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.workers import TWO_WIDTHS, mesh_program, simulated
@@ -211,14 +210,6 @@ def test_an_axis_shifts_swaps_and_gathers():
 
 
 # ------------------------------------------------------------------------------ names and choices
-
-
-def test_every_name_makes_its_topology():
-    for name, kind in topologies.TOPOLOGIES.items():
-        assert type(resolve_topology(name)) is kind
-        assert issubclass(kind, topologies.Topology)
-    assert resolve_topology("ring:unroll=True") == Ring(unroll=True)
-    assert resolve_topology(Ring(unroll=True)) == Ring(unroll=True) != Ring()
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
