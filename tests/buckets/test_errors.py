@@ -350,7 +350,7 @@ def test_a_state_of_a_method_that_is_no_dictionary():
 def beside(specs, collective=dq.pmean, **arguments):
     """A collective over "data" beside an axis "model" of two devices, which JAX manages."""
     axes = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
     mapped = jax.shard_map(
         lambda g: collective(
             {"w": g}, "data", key=KEY, method=dq.Compression(specs=specs), **arguments
@@ -415,7 +415,7 @@ def test_a_state_of_several_workers():
 
 def test_an_axis_of_vmap_that_the_mesh_has_too():
     """`spmd_axis_name` leaves the sum to the compiler, which knows nothing of codecs."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     replicas = jnp.ones((4, 4096))
     mean = functools.partial(dq.pmean, axis_name="data", key=KEY)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"give the .* to dq\.compress"):

@@ -292,10 +292,7 @@ def a_further_axis(mesh):
 
 @form
 def partly_manual(mesh):
-    both = jax.make_mesh(
-        (WORKERS, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[: 2 * WORKERS],
-    )  # fmt: skip
+    both = jax.make_mesh((WORKERS, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     options = {"specs": P()}
     return in_map(lambda *a: jax.grad(mean_loss)(*a), both, options=options, axis_names={"data"})
 

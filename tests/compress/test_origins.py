@@ -260,7 +260,7 @@ def test_a_sum_with_which_a_backward_pass_goes_on_is_not(name, data_mesh):
 def test_a_sum_over_another_axis_does_not_go_on(data_mesh):
     """A gradient that is summed over one axis, and then over the other."""
     types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "local"), types, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("data", "local"), types)
 
     def local(p, s, x, y):
         def whole_loss(p):

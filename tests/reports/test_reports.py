@@ -97,7 +97,7 @@ def test_compiled_step_from_a_file():
 def test_data_axis_that_comes_last():
     """MaxText: the data axis behind a model axis in the mesh, which splits parameters."""
     types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("model", "data"), axis_types=types, devices=jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("model", "data"), axis_types=types)
     w, x = normal(32, 32), normal(8, 32, seed=1)
     whole, rows = NamedSharding(mesh, P("model")), NamedSharding(mesh, P("data"))
     step = jax.jit(jax.grad(loss_fn), in_shardings=(whole, rows), out_shardings=whole)
@@ -231,20 +231,6 @@ def test_mean_in_every_other_step():
         got = on_workers(step, gradients, jnp.full(2, number))
         expected = gradients if number else jnp.broadcast_to(gradients.mean(0), (2, 2048))
         assert dq.vnmse(got, expected) < 1e-4, number
-
-
-def test_metrics_of_nothing():
-    """optax: norms and errors of an empty tree, of zeros, and of integers, where 0/0 makes NaN."""
-    trees = {
-        "empty leaf": {"w": jnp.zeros((2, 0))},
-        "integers": {"n": jnp.ones((2, 3), jnp.int32)},
-        "zeros": {"w": jnp.zeros((2, 2048))},
-    }
-    for name, tree in trees.items():
-        _, metrics = mean_of(tree, "bf16", with_metrics=True)
-        for metric, values in metrics.items():
-            assert jnp.isfinite(values).all(), (name, metric, values)
-        assert (metrics["error"] == 0).all(), (name, metrics["error"])
 
 
 def test_model_without_parameters():
