@@ -152,7 +152,7 @@ def test_an_all_to_all_is_as_unbiased_as_its_rounding(rounding, least, most):
     """What the mean over keys keeps of a squared error: one part in keys, and the bias, of
     correlated rounding by default.
     """
-    keys, gradients = 48, of_workers(3, WORKERS, 128 * 256)
+    keys, gradients = 32, of_workers(3, WORKERS, 128 * 256)
     truth = gradients.sum(axis=0, dtype=np.float64)
     run = all_to_all(dataclasses.replace(TWO_WIDTHS, rounding=rounding))
     estimates = [run(key, gradients)[0] for key in jax.random.split(jax.random.key(0), keys)]

@@ -55,7 +55,7 @@ def test_equinox():
         step = train_step if method == "alone" else names["train_step"]
         model = eqx.nn.MLP(32, 8, 256, 2, key=jax.random.key(1))
         state = optimizer.init(eqx.filter(model, eqx.is_array))
-        for _ in range(40):
+        for _ in range(15):
             model, state, loss = step(model, state, names["x"], names["y"])
             # XLA:CPU ends the process where devices of several steps in flight wait for each other.
             losses[method] = float(loss)
