@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._check import agreement, disagreement, exchange
+from pallas_kernels import operations
 from pallas_kernels._jax import compat
 from pallas_kernels._native.build import SWITCH
 from tests.support import processes
@@ -281,6 +282,14 @@ def test_equal_configurations_are_described_alike(described):
         on_mesh(jax.device_count(), method=method).lower()
     (first, _), *others = described
     assert all(description == first for description, _ in others)
+
+
+def test_processes_of_which_one_refuses_kernels_get_an_error(described, monkeypatch):
+    for refused in ((), ("triton",)):
+        monkeypatch.setattr(operations, "refused_backends", lambda refused=refused: refused)
+        on_mesh(jax.device_count()).lower()
+    error = disagreement.difference({n: sent for n, (sent, _) in enumerate(described)})
+    assert "  refused kernels: () in process 0; ('triton',) in process 1\n" in error
 
 
 def test_processes_may_differ_in_the_native_codec_which_has_the_bits_of_the_base(

@@ -248,24 +248,6 @@ def test_halves_keep_their_contract(name, tiled):
         assert 1e-8 < vnmse(found[leaf], expected[leaf]) < 2e-5
 
 
-@pytest.mark.slow
-def test_leaves_of_a_half_share_one_budget():
-    """A large leaf and a small one in buckets of their own: the bits follow the whole tree."""
-    tree = {name: leaf.reshape(4, 4, -1) for name, leaf in regions(4).items()}
-
-    def error(**options):
-        def local(key, tree):
-            return dq.psum_scatter(tree, "data", key=key, method=dq.Compression(**options))
-
-        found = simulated(local)(KEY, tree)
-        flat = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in found.values()])
-        return vnmse(flat, np.concatenate([leaf.sum(0).reshape(-1) for leaf in tree.values()]))
-
-    one = error()
-    assert 0.9 * one < error(bucket_bytes=4 * LEAF) < 1.1 * one
-    assert error(bucket_bytes=4 * LEAF, bucketing="in_order") > 5 * one
-
-
 def test_stripes_share_one_codec_and_no_memory_is_needed_for_values_and_results(data_mesh):
     """Of sixteen buckets, each gathers in the same place of the program."""
     count, size = 16, 1 << 18

@@ -18,7 +18,6 @@ from pallas_kernels.codec.arithmetic import PLAIN
 from pallas_kernels.codec.rows import decode_rows
 from pallas_kernels.modes import without_gpu
 from pallas_kernels.registry import BASE
-from tests.support import first_use_worker, processes
 from tests.support.broken_backends import BROKEN, backend
 from tests.support.gradients import of_workers, vnmse
 
@@ -166,21 +165,3 @@ def test_nothing_is_checked_where_no_kernel_runs(data_mesh, monkeypatch):
                     shape, implementation=name
                 )
     assert first_use._reasons == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("faults", "differ"),
-    [(("an exception", "an exception"), False), (("nothing", "an exception"), True)],
-)
-def test_processes_use_the_same_backend_or_raise_an_error(faults, differ):
-    found = processes.run(first_use_worker.summed, [(fault,) for fault in faults])
-    for fault, kept in zip(faults, found, strict=True):
-        said = [text for text in kept["warnings"] if "no lowering for shuffles" in text]
-        assert len(said) == (fault != "nothing")
-        if differ:
-            assert "refused kernels: () in process 0; ('triton',) in process 1" in kept["error"]
-        else:
-            expected = jax.jit(jax.vmap(first_use_worker.reduce, axis_name="data"))
-            gradients = of_workers(0, 2, first_use_worker.SIZE)
-            np.testing.assert_array_equal(kept["result"], expected(gradients)[0])
