@@ -48,10 +48,13 @@ def aot_global_step() -> str:
 def global_cost() -> str:
     """Write what exact sums by `dq.compress` cost, over the jitted step."""
     rows = [
-        [row["name"], *(f"{row[f'{what}_ratio']:.2f}" for what in ("step", "memory", "trace"))]
+        [
+            row["name"],
+            *(f"{row[f'{what}_ratio']:.2f}" for what in ("step", "donated", "memory", "trace")),
+        ]
         for row in results_of("global_step")["paired"]
     ]
-    return markdown(["step", "time", "memory", "trace"], rows)
+    return markdown(["step", "time", "memory, donated", "kept", "trace"], rows)
 
 
 def global_compile() -> str:
