@@ -178,3 +178,20 @@ def test_rows_of_one_operand_are_enough(name):
             found = followed(function, operands, alone)
             is_lost = i in NOT_ALONE.get(name, ())
             assert found == ([None] * len(expected) if is_lost else expected), i
+
+
+@pytest.mark.parametrize(
+    "name, operands, rows, expected",
+    [
+        ("similarities", (normal(6, 8), normal(6, 8)), [(0,), (0,)], (0, 1)),
+        ("a parameter that is split alike", (normal(6, 8), normal(5, 8)), [(0,), (0,)], (0,)),
+        ("more similarities", (normal(6, 6), normal(6, 6)), [(0, 1), (0,)], (0, 1)),
+        ("more similarities", (normal(6, 6), normal(6, 6)), [(0,), (1, 0)], (0, 1)),
+    ],
+)
+def test_several_dimensions_hold_rows_where_all_rows_meet_all_rows(name, operands, rows, expected):
+    def similarities(x, y):
+        return lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+    traced = jax.make_jaxpr(lax.add if name.startswith("more") else similarities)(*operands)
+    assert through(traced, rows) == [expected]
