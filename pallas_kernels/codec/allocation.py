@@ -21,6 +21,8 @@ from jax import Array, lax
 
 from pallas_kernels._jax.compat import match_varying
 from pallas_kernels._jax.platforms import platform_dependent
+from pallas_kernels._jax.shapes import Int32
+from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.levels import distortion
 from pallas_kernels.codec.packing import MAX_WIDTH
 
@@ -68,24 +70,26 @@ class Allocation:
             steps.append(Step(before, after, max(more, 1 + round(ENERGY_STEPS * octaves))))
         return tuple(steps)
 
-    def solve(self, energies: Array, units: int) -> Array:
+    def solve(
+        self, energies: Int32[Array | np.ndarray, "*chunks rows"], units: Index
+    ) -> Int32[Array, "*chunks 16"]:
         """Solve for the widths of the rows of chunks.
 
         Args:
-          energies: logarithms of the energies of rows, int32 [..., rows] below `ENERGY_LIMIT`,
-            largest first; 0 of a row of zeros.
+          energies: logarithms of the energies of rows, below `ENERGY_LIMIT`, largest first; 0 of
+            a row of zeros.
           units: bits of one lane of all rows of a chunk together, at least the narrowest width for
             each.
 
         Returns:
-          The number of rows whose codes have bit 0, 1, ..., int32 [..., 16]: those with the most
-          energy. They add up to `units`, less some that a step of several bits cannot use.
+          The number of rows whose codes have bit 0, 1, and so on: those with the most energy. They
+          add up to `units`, less some that a step of several bits cannot use.
         """
         return jnp.vectorize(
             lambda energies: self._solve_chunk(energies, units), signature="(r)->(w)"
         )(energies)
 
-    def _solve_chunk(self, energies: Array, units: int) -> Array:
+    def _solve_chunk(self, energies: Array, units: Index) -> Array:
         sizes = np.array([step.after - step.before for step in self.steps], np.int32)
         needed = np.array([step.energy for step in self.steps], np.int32)
         most = np.full_like(needed, 2 * ENERGY_LIMIT)
@@ -132,8 +136,10 @@ def _gain(before: int, after: int) -> float:
     return (distortion(before) - distortion(after)) / (after - before)
 
 
-def search_at_least(values: Array, thresholds: Array) -> Array:
-    """Return how many values, largest first, are at least each threshold: int32.
+def search_at_least(
+    values: Int32[Array, "count"], thresholds: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+    """Return how many values, largest first, are at least each threshold.
 
     A binary search. That of `jnp` loses the types of values that vary in a map (JAX 0.12).
     """
@@ -147,7 +153,9 @@ def search_at_least(values: Array, thresholds: Array) -> Array:
     return lax.fori_loop(0, rounds, narrow, jnp.zeros_like(thresholds, jnp.int32))
 
 
-def count_by_blocks(values: Array, thresholds: Array) -> Array:
+def count_by_blocks(
+    values: Int32[Array, "count"], thresholds: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
     """Compute `search_at_least` in two steps, which take a GPU less time than a search.
 
     The values are cut into about as many blocks as a block has values. Blocks whose last value is

@@ -18,30 +18,43 @@ from jax import Array, lax
 
 from pallas_kernels._jax.compat import match_varying
 from pallas_kernels._jax.platforms import platform_dependent
+from pallas_kernels._jax.shapes import Int32, UInt8, UInt16
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import MAX_WIDTH, SUPER_GROUP_SIZE
 
 UNIT = SUPER_GROUP_SIZE // 8  # bytes of a row in a plane
+Planes = UInt8[Array, "units 32"]
 
 _EIGHTHS = np.arange(8, dtype=np.uint8)
 
 
-def pack(units: Array, codes: Array, widths: Array, starts: Array, first: Index) -> Array:
+def pack(
+    units: Planes,
+    codes: UInt16[Array, "count 256"],
+    widths: Int32[Array, "count"],
+    starts: Int32[Array, "bits"],
+    first: Index,
+) -> Planes:
     """Write the codes of consecutive places of a chunk into its planes, and nothing else.
 
     Args:
-      units: planes, uint8 [units, 32], with room for `count` units after the last.
-      codes: uint16 [count, 256].
-      widths: widths of the places, not increasing: int32 [count].
-      starts: first unit of every plane, int32 [16 or more].
+      units: planes, with room for `count` units after the last.
+      codes: of the places.
+      widths: of the places, not increasing.
+      starts: first unit of every plane, of 16 or more.
       first: the first of the places.
     """
     functions = {"cpu": pack_one_by_one, "default": pack_at_once}
     return platform_dependent(functions, units, codes, widths, starts, first)
 
 
-def unpack(units: Array, widths: Array, starts: Array, first: Index) -> Array:
-    """Read the codes that `pack` writes: uint16 [count, 8, 32], each row in eighths."""
+def unpack(
+    units: Planes,
+    widths: Int32[Array, "count"],
+    starts: Int32[Array, "bits"],
+    first: Index,
+) -> UInt16[Array, "count 8 32"]:
+    """Read the codes that `pack` writes, each row in eighths."""
     # `jax.vmap` computes both branches below with operands that vary as their condition does. A
     # constant of a branch would be one that JAX marks as varying for a second time.
     flags = match_varying(jnp.asarray(np.uint8(1) << _EIGHTHS)[None, :, None], widths)
@@ -121,9 +134,14 @@ def transpose(words: Sequence[Array], select: Select = _select) -> list[Array]:
 
 
 def _write(
-    units: Array, plane: Array, widths: Array, starts: Array, first: Index, bit: Index
-) -> Array:
-    """Write a part of a plane, uint8 [rows, 32]."""
+    units: Planes,
+    plane: UInt8[Array, "count 32"],
+    widths: Int32[Array, "count"],
+    starts: Array,
+    first: Index,
+    bit: Index,
+) -> Planes:
+    """Write a part of a plane."""
     at = starts[bit] + first
     # The last of the rows may lack this plane: the units belong to others.
     mine = jnp.where((widths > bit)[:, None], plane, _rows_from(at, units, len(plane)))
@@ -135,8 +153,8 @@ def _rows_from(start: Array, units: Array, count: int) -> Array:
     return lax.dynamic_slice_in_dim(units, start, count, allow_negative_indices=False)
 
 
-def _plane(codes: Array, bit: Index) -> Array:
-    """Take one bit of codes, uint16 [rows, 256]: uint8 [rows, 32]."""
+def _plane(codes: UInt16[Array, "rows 256"], bit: Index) -> UInt8[Array, "rows 32"]:
+    """Take one bit of codes."""
     fields = ((codes >> jnp.asarray(bit).astype(jnp.uint16)) & np.uint16(1)).astype(jnp.uint8)
     fields = fields.reshape(-1, 8, UNIT) << _EIGHTHS[None, :, None]
     # An OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction over a middle
@@ -144,8 +162,8 @@ def _plane(codes: Array, bit: Index) -> Array:
     return lax.reduce(fields, np.uint8(0), lax.bitwise_or, (1,))
 
 
-def _spread(plane: Array, flags: Array, bit: int) -> Array:
-    """Spread the bits of bytes, uint8 [rows, 32], to one bit of uint8 [rows, 8, 32]."""
+def _spread(plane: UInt8[Array, "rows 32"], flags: Array, bit: int) -> UInt8[Array, "rows 8 32"]:
+    """Spread the bits of bytes to one bit of as many bytes."""
     # An eighth of a row is the largest piece that is one slice at one bit. With an axis of its own
     # for it, XLA:CPU fuses all of this and vectorizes inside the eighth. Bytes have no shift there.
     has_bit = (plane[:, None, :] & flags) != 0

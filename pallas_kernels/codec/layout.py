@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels._jax.compat import override
+from pallas_kernels._jax.shapes import Int32, Shaped, UInt8, UInt16
 from pallas_kernels.codec.allocation import Allocation
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.levels import (
@@ -48,8 +49,8 @@ class Quantizer:
         numbers = np.array([jax.tree.leaves(one) for one in levels], np.float32)
         return numbers, jax.tree.structure(levels[0])
 
-    def levels_of_rows(self, widths: Array) -> Levels:
-        """Return the levels of rows of some widths, int32 [rows], as columns [rows, 1]."""
+    def levels_of_rows(self, widths: Int32[Array, "rows"]) -> Levels:
+        """Return the levels of rows of some widths, as columns [rows, 1]."""
         return levels_of_rows(self.levels_of_widths(), widths)
 
 
@@ -124,33 +125,40 @@ class Layout:
         """Solve for the widths of the rows of chunks; see `Allocation.solve`."""
         return self.allocation.solve(energies, self.units)
 
-    def as_rows(self, flat: Array) -> Array:
-        """Pad a bucket [size] with zeros to a matrix [num_rows, 256]."""
+    def as_rows(self, flat: Shaped[Array, "{self.size}"]) -> Shaped[Array, "{self.num_rows} 256"]:
+        """Pad a bucket with zeros to a matrix of rows."""
         padding = self.num_rows * SUPER_GROUP_SIZE - self.size
         return jnp.pad(flat, (0, padding)).reshape(self.num_rows, SUPER_GROUP_SIZE)
 
-    def as_flat(self, rows: Array) -> Array:
+    def as_flat(self, rows: Shaped[Array, "{self.num_rows} 256"]) -> Shaped[Array, "{self.size}"]:
         """Invert `as_rows`."""
         return rows.reshape(-1)[: self.size]
 
-    def message(self, planes: Array, group_bytes: Array, super_bits: Array) -> Array:
-        """Join planes, uint8 [units, 32], group scales, uint8 [R, groups], and super-scales, uint16
-        [R], into one message, uint8 [payload_bytes].
-        """
+    def message(
+        self,
+        planes: UInt8[Array, "{self.units} 32"],
+        group_bytes: UInt8[Array, "{self.rows_per_chunk} {self.groups}"],
+        super_bits: UInt16[Array, "{self.rows_per_chunk}"],
+    ) -> UInt8[Array, "{self.payload_bytes}"]:
+        """Join planes, group scales, and super-scales into one message."""
         parts = [planes, group_bytes, lax.bitcast_convert_type(super_bits, jnp.uint8)]
         message = jnp.concatenate([part.reshape(-1) for part in parts])
         return jnp.pad(message, (0, self.payload_bytes - message.size))
 
-    def planes(self, payload: Array) -> Array:
-        """Read the planes of messages, uint8 [..., payload_bytes] to [..., units, 32]."""
+    def planes(
+        self, payload: UInt8[Array, "*messages {self.payload_bytes}"]
+    ) -> UInt8[Array, "*messages {self.units} 32"]:
+        """Read the planes of messages."""
         planes = payload[..., : self.group_scales_start]
         return planes.reshape(*payload.shape[:-1], self.units, UNIT)
 
-    def scales(self, payload: Array) -> tuple[Array, Array]:
-        """Read group scales and super-scales from messages, uint8 [..., payload_bytes].
-
-        They are uint8 [..., R, groups] and uint16 [..., R].
-        """
+    def scales(
+        self, payload: UInt8[Array, "*messages {self.payload_bytes}"]
+    ) -> tuple[
+        UInt8[Array, "*messages {self.rows_per_chunk} {self.groups}"],
+        UInt16[Array, "*messages {self.rows_per_chunk}"],
+    ]:
+        """Read group scales and super-scales from messages."""
         rows = (*payload.shape[:-1], self.rows_per_chunk)
         group_bytes = payload[..., self.group_scales_start : self.super_scales_start]
         super_bytes = payload[..., self.super_scales_start : self.padding_start]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.shapes import Float, Int32, Shaped, UInt16, UInt32
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.scales import LARGEST_BITS
@@ -28,9 +29,9 @@ _LEAST_NORM = np.uint16(2)
 class Places(NamedTuple):
     """Places of the rows of a bucket, or without the leading axis those of one chunk."""
 
-    order: Array  # original row of every place, int32 [num_chunks, rows_per_chunk]
-    widths: Array  # width of every place, not increasing: int32 [num_chunks, rows_per_chunk]
-    starts: Array  # where every plane starts, and the last ends, in units: int32 [num_chunks, 17]
+    order: Int32[Array, "*chunks rows"]  # original row of every place
+    widths: Int32[Array, "*chunks rows"]  # of every place, not increasing
+    starts: Int32[Array, "*chunks 17"]  # where every plane starts, and the last ends, in units
 
     def at(self, chunk: Index) -> "Places":
         """Return the places of one chunk."""
@@ -40,13 +41,13 @@ class Places(NamedTuple):
 class LocalRows(NamedTuple):
     """Rows of a bucket that a worker holds, their places, and the seed of the rounding noise."""
 
-    rows: Array  # local values in their original order, float [num_rows, 256]
+    rows: Float[Array, "num_rows 256"]  # local values in their original order
     places: Places
-    seed: Array  # uint32 [2], the same on all workers
+    seed: UInt32[Array, "2"]  # the same on all workers
 
 
 def place_rows(
-    norm_bits: Array,
+    norm_bits: UInt16[Array, "num_rows"],
     layout: Layout,
     *,
     consecutive: bool = False,
@@ -56,7 +57,7 @@ def place_rows(
     """Assign rows to places by their norms, largest first, and solve for their widths.
 
     Args:
-      norm_bits: norms as bits of bfloat16, uint16 [num_rows]; NaN where a norm is not finite.
+      norm_bits: norms as bits of bfloat16; NaN where a norm is not finite.
       consecutive: chunk c holds the c-th part of the rows, each chunk ordered by itself.
       sort: function that sorts words in place of `sort_words`.
       solve: solver of widths by energies in place of that of the layout.
@@ -76,8 +77,10 @@ def place_rows(
     return make_places(order, (solve or layout.solve)(energies))
 
 
-def make_places(order: Array, plane_rows: Array) -> Places:
-    """Return the places for the rows of every plane, int32 [..., 16]."""
+def make_places(
+    order: Int32[Array, "*chunks rows"], plane_rows: Int32[Array, "*chunks 16"]
+) -> Places:
+    """Return the places for the rows of every plane."""
     shape = (*(1,) * (plane_rows.ndim - 1), order.shape[-1], 1)
     index = jnp.arange(order.shape[-1], dtype=jnp.int32).reshape(shape)
     has_bit = index < plane_rows[..., None, :]
@@ -86,14 +89,16 @@ def make_places(order: Array, plane_rows: Array) -> Places:
     return Places(order, widths, jnp.pad(ends, [(0, 0)] * (ends.ndim - 1) + [(1, 0)]))
 
 
-def rank(weights: Array, *, sort: Callable[[Array], Array] | None = None) -> tuple[Array, Array]:
+def rank(
+    weights: UInt16[Array, "*chunks rows"], *, sort: Callable[[Array], Array] | None = None
+) -> tuple[Int32[Array, "*chunks rows"], UInt16[Array, "*chunks rows"]]:
     """Sort weights along the last axis, largest first, and equal ones by their index.
 
-    Weights are uint16 below 2^15, such as the bits of a bfloat16 that is not negative. `sort` sorts
-    words in place of `sort_words`.
+    Weights are below 2^15, such as the bits of a bfloat16 that is not negative. `sort` sorts words
+    in place of `sort_words`.
 
     Returns:
-      Indices, int32, and the sorted weights, both of the same shape.
+      Indices, and the sorted weights.
     """
     index_bits = (weights.shape[-1] - 1).bit_length()
     if _WEIGHT_BITS + index_bits > 32:
@@ -113,8 +118,10 @@ def sort_words(words: Array) -> Array:
     return lax.sort(words, is_stable=False)
 
 
-def restore_rows(rows: Array, order: Array) -> Array:
-    """Put rows [num_chunks * rows_per_chunk, 256] that `order` gathered back at their indices."""
+def restore_rows(
+    rows: Shaped[Array, "num_rows 256"], order: Int32[Array, "*chunks rows"]
+) -> Shaped[Array, "num_rows 256"]:
+    """Put rows that `order` gathered back at their indices."""
     places = order.reshape(-1)
     index = jnp.arange(places.size, dtype=places.dtype)
     at = jnp.zeros_like(places).at[places]

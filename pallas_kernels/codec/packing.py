@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.shapes import UInt8, UInt16
+
 SUPER_GROUP_SIZE = 256  # coordinates that share one width and one super-scale (paper, section 3)
 MAX_WIDTH = 16  # bits of a code
 WIDTHS = (0, *range(2, MAX_WIDTH + 1))  # a sign and at least one bit of magnitude, or nothing
@@ -29,12 +31,10 @@ def row_bytes(width: int) -> int:
     return SUPER_GROUP_SIZE * width // 8
 
 
-def pack(codes: Array, width: int) -> list[Array]:
-    """Pack codes, uint16 [rows, 256] below 2**width, into planes.
+def pack(codes: UInt16[Array, "rows 256"], width: int) -> list[UInt8[Array, "_"]]:
+    """Pack codes below 2**width into planes, low bits first.
 
-    Returns:
-      The planes, low bits first, uint8 [rows * 32 * bits] each. One after the other they are what
-      `unpack` takes.
+    One after the other, the planes are what `unpack` takes.
     """
     packed, low = [], 0
     for bits in planes(width):
@@ -51,12 +51,8 @@ def pack(codes: Array, width: int) -> list[Array]:
     return packed
 
 
-def unpack(packed: Array, rows: int, width: int) -> Array:
-    """Invert `pack`, for all planes, uint8 [rows * row_bytes(width)].
-
-    Returns:
-      Codes, uint16 [rows, 8, 32]: each row in eighths.
-    """
+def unpack(packed: UInt8[Array, "_"], rows: int, width: int) -> UInt16[Array, "rows 8 32"]:
+    """Invert `pack`, for all planes, `row_bytes(width)` a row: codes in eighths of rows."""
     # An eighth is the largest piece that is one slice at one shift in every plane. With an axis of
     # its own for it, XLA:CPU fuses all of this and vectorizes inside the eighth.
     codes, low, start = jnp.zeros((rows, 8, 32), jnp.uint16), 0, 0

@@ -10,12 +10,13 @@ Offsets of DynamiQ round numbers up and down, not magnitudes: `rows.encode_rows`
 negative values. The errors of workers then cancel even where their signs differ.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.shapes import Float32, UInt32
 from pallas_kernels.codec.arithmetic import Index
 from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
@@ -29,16 +30,19 @@ _GOLDEN = np.uint32(0x9E379E37)
 _LANE = np.uint32(0x9E3779B1)  # odd, so that lanes map to distinct words
 
 
-def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Array | np.float32:
+def offsets(
+    row_ids: UInt32[Array, "rows"], turn: Index, seed: UInt32[Array, "2"], rounding: Rounding
+) -> Float32[Array, "rows 256"] | np.float32:
     """Compute the offsets of a block of rows; see section 4 of docs/wire_format.md.
 
     Args:
-      row_ids: uint32 [rows], `chunk * rows_per_chunk + place`.
-      seed: uint32 [2], the same on all workers.
+      row_ids: `chunk * rows_per_chunk + place`.
+      turn: number of the compression on the path.
+      seed: the same on all workers.
       rounding: see the module; `nearest` is deterministic and biased.
 
     Returns:
-      float32 [rows, 256] in (0, 1), or the scalar 0.5 for `nearest`.
+      Numbers in (0, 1), or the scalar 0.5 for `nearest`.
     """
     if rounding == "nearest":
         return np.float32(0.5)
@@ -51,9 +55,12 @@ def offsets(row_ids: Array, turn: Index, seed: Array, rounding: Rounding) -> Arr
 
 
 def row_words(
-    row_ids: Array, turn: Index, seed: Array | tuple[Array, Array], rounding: Rounding
-) -> Array:
-    """Compute the part of the hash that all lanes of a row share: uint32 [rows]."""
+    row_ids: UInt32[Array, "*rows"], turn: Index, seed: Any, rounding: Rounding
+) -> UInt32[Array, "*rows"]:
+    """Compute the part of the hash that all lanes of a row share.
+
+    The words of the seed may be an array, a tuple or a reference of a kernel.
+    """
     words = mix(mix(row_ids ^ seed[0]) + seed[1])
     return mix(words + _uint32(turn) * _GOLDEN) if rounding == "independent" else words
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.shapes import Float32, UInt8, UInt16
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import code_to_float
 from pallas_kernels.codec.levels import Levels, round_to_level
@@ -26,15 +27,16 @@ def inverse_unit(unit: Array) -> Array:
 
 
 def encode_rows(
-    rows: Array, offset: Array | np.float32, levels: Levels, *, group_size: int
-) -> tuple[Array, Array, Array]:
-    """Quantize rows, float32 [rows, 256], with their levels.
-
-    Rounding offsets are float32 [rows, 256] or a scalar.
+    rows: Float32[Array, "rows 256"],
+    offset: Float32[Array, "rows 256"] | np.float32,
+    levels: Levels,
+    *,
+    group_size: int,
+) -> tuple[UInt16[Array, "rows 256"], UInt8[Array, "rows groups"], UInt16[Array, "rows"]]:
+    """Quantize rows with their levels and rounding offsets.
 
     Returns:
-      Codes uint16 [rows, 256], group scales uint8 [rows, 256 / group_size], super-scales uint16
-      [rows].
+      Codes, group scales, super-scales.
     """
     group_bytes, super_bits = scales.quantize_scales(scales.group_maxima(rows, group_size))
     inverse = scales.reciprocal(scales.reconstruct_scales(group_bytes, super_bits))
@@ -51,12 +53,16 @@ def encode_rows(
 
 
 def decode_rows(
-    codes: Array, group_bytes: Array, super_bits: Array, levels: Levels, *, group_size: int
-) -> Array:
+    codes: UInt16[Array, "rows 256"],
+    group_bytes: UInt8[Array, "rows groups"],
+    super_bits: UInt16[Array, "rows"],
+    levels: Levels,
+    *,
+    group_size: int,
+) -> Float32[Array, "rows 256"]:
     """Invert `encode_rows` up to rounding.
 
-    Returns:
-      float32 [rows, 256]. All of a non-finite row is NaN, also at width 0: 0 * NaN is NaN.
+    All of a non-finite row is NaN, also at width 0: 0 * NaN is NaN.
     """
     scale = scales.reconstruct_scales(group_bytes, super_bits)
     words = codes.astype(jnp.uint32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels._jax.shapes import Float32, Shaped, UInt8, UInt16, UInt32
 from pallas_kernels.codec.arithmetic import PLAIN, Arithmetic
 
 NAN_BITS = np.uint32(0x7FC0)  # bfloat16 NaN
@@ -17,8 +18,8 @@ LARGEST_BITS = np.uint32(0x7E800000)  # 2^126 as float32: the reciprocal of more
 _LARGEST_SUPER_SCALE = np.uint32(0x7E7F0000)
 
 
-def group_maxima(rows: Array, group_size: int) -> Array:
-    """Compute the bits of max |x| of each group: float32 [rows, 256] to uint32 [rows, groups].
+def group_maxima(rows: Float32[Array, "rows 256"], group_size: int) -> UInt32[Array, "rows groups"]:
+    """Compute the bits of max |x| of each group.
 
     Magnitudes are compared as integers, whose order is the same and has NaN on top: float
     reductions of XLA:CPU and of Triton drop NaN.
@@ -55,23 +56,25 @@ def quantize_group_scales(
     return ops.ceil(share * np.float32(255))
 
 
-def quantize_scales(maxima: Array) -> tuple[Array, Array]:
-    """Round group maxima, bits in uint32 [rows, groups], to group scales, uint8 [rows, groups], and
-    super-scales, bits of bfloat16 in uint16 [rows].
-    """
+def quantize_scales(
+    maxima: UInt32[Array, "rows groups"],
+) -> tuple[UInt8[Array, "rows groups"], UInt16[Array, "rows"]]:
+    """Round group maxima, bits of float32, to group scales and super-scales, bits of bfloat16."""
     super_bits = quantize_super_scales(jnp.max(maxima, axis=-1))
     group_scales, _ = quantize_group_scales(maxima, super_bits[:, None])
     return group_scales.astype(jnp.int32).astype(jnp.uint8), super_bits.astype(jnp.uint16)
 
 
-def row_energies(group_bytes: Array, super_bits: Array) -> Array:
+def row_energies(
+    group_bytes: UInt8[Array, "*rows groups"], super_bits: UInt16[Array, "*rows"]
+) -> UInt16[Array, "*rows"]:
     """Compute a logarithm of the sum of squared scales of rows.
 
-    The squared error of a row is proportional to that sum. The scales are uint8 [..., groups] and
-    bits of bfloat16, uint16 [...]. The result, an integer, is the same on all hardware.
+    The squared error of a row is proportional to that sum. The result, an integer, is the same on
+    all hardware.
 
     Returns:
-      uint16 [...] below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
+      Numbers below 2^15, 32 steps an octave; 0 for a row that decodes to NaN anyway.
     """
     squared = jnp.square(group_bytes.astype(jnp.int32))
     squares = jnp.sum(squared, axis=-1, dtype=jnp.int32)
@@ -87,8 +90,10 @@ def energies_of(squares: Array, super_bits: Array) -> Array:
     return jnp.where(super_bits == NAN_BITS, np.uint32(0), energies)
 
 
-def reconstruct_scales(group_bytes: Array, super_bits: Array) -> Array:
-    """Compute the scales that both ends use, float32 [rows, groups], from integers."""
+def reconstruct_scales(
+    group_bytes: Shaped[Array, "rows groups"], super_bits: Shaped[Array, "rows"]
+) -> Float32[Array, "rows groups"]:
+    """Compute the scales that both ends use from integers of any type."""
     group_scales = group_bytes.astype(jnp.int32).astype(jnp.float32)
     return group_scales * scale_step(super_bits.astype(jnp.uint32))[:, None]
 
