@@ -91,7 +91,8 @@ def test_the_source_distribution_has_every_file_of_the_repository():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_library_imports_its_dependencies_only(package):
     """Those of the base installation. The command line has an extra, and so have object stores,
-    which one function imports when it is called.
+    which one function imports when it is called. Shapes in annotations are those of a package of
+    the tests, where it is there.
     """
     allowed = {Requirement(text).name for text in PROJECT["dependencies"]}
     allowed |= {*PACKAGES, *sys.stdlib_module_names}
@@ -102,8 +103,8 @@ def test_the_library_imports_its_dependencies_only(package):
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             is_inside = getattr(node, "col_offset", 0) > 0
-            of_stores = path.name == "_transports.py" and is_inside
-            extra = {"tenacity"} if of_stores else set()
+            optional = {"_transports.py": {"tenacity"}, "shapes.py": {"jaxtyping"}}
+            extra = optional.get(path.name, set()) if is_inside else set()
             found = {name.split(".")[0] for name in names}
             assert found <= allowed | extra, f"{path}: {names}"
 
