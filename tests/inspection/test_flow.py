@@ -104,6 +104,21 @@ def losses_one_by_one(params, rows):
     return sgd(params, jax.tree.map(lambda a, b: (a + 0.5 * b) / 2, first, second))
 
 
+def divided_one_by_one(params, rows):
+    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    return sgd(params, jax.tree.map(lambda a, b: a / 2 + b / 2, first, second))
+
+
+def begun_with_a_sum(params, rows):
+    """The first micro-batch is in front of the loop over the others."""
+
+    def turn(total, rows):
+        return jax.tree.map(jnp.add, total, mean(jax.grad(loss)(params, rows))), None
+
+    first = mean(jax.grad(loss)(params, batches(rows)[0]))
+    return sgd(params, lax.scan(turn, first, batches(rows)[1:])[0])
+
+
 # ----------------------------------------------------------------------- steps without a mistake
 
 
@@ -203,6 +218,8 @@ STEPS = {
     "running mean": (running_mean, PARAMS, "repeated"),
     "unrolled": (unrolled, PARAMS, "repeated"),
     "losses one by one": (losses_one_by_one, PARAMS, "repeated"),
+    "divided one by one": (divided_one_by_one, PARAMS, "repeated"),
+    "begun with a sum": (begun_with_a_sum, PARAMS, "repeated"),
     "plain": (plain, PARAMS, None),
     "summed once": (summed_once, PARAMS, None),
     "frozen and masked": (by_optax(REDUCE_TRAINED, FREEZE), PARAMS, None),
@@ -248,7 +265,7 @@ def test_a_sum_for_nothing_is_found_and_no_other(data_mesh, name, check_vma):
     assert found == [expected][: expected is not None]
 
 
-COUNTS = {"added in a loop": TURNS, "running mean": TURNS, "unrolled": TURNS}
+COUNTS = dict.fromkeys(("added in a loop", "running mean", "unrolled", "begun with a sum"), TURNS)
 
 
 @pytest.mark.parametrize("name", [*COUNTS, "losses one by one"])
