@@ -47,20 +47,20 @@ def real_lm_training_muon() -> str:
 def real_lm_distance() -> str:
     """Write how far fine-tuning ends from the exact run."""
     rows = results_of("real_lm_distance")
-    exact = next(row for row in rows if row["method"] == "exact")
-    cells = []
-    for row in rows[1:]:
-        apart = row["distance"]
-        cells.append(
-            [
-                f"`{row['method']}`",
-                exponent(row["error"]),
-                f"{final(row) / final(exact) - 1:+.3%}",
-                f"{row['rare'] / exact['rare'] - 1:+.3%}",
-                *(f"{apart[kind]:.3f}" for kind in ("all", "embedding", "mlp", "norm")),
-            ]
-        )
-    header = ["method", "estimated vNMSE", "loss", "of rare tokens"]
+    exact = {row["seed"]: row for row in rows if row["method"] == "exact"}
+
+    def apart(row: dict[str, Any]) -> list[str]:
+        same = exact[row["seed"]]
+        losses = final(row) / final(same), row["rare"] / same["rare"]
+        distances = (row["distance"][kind] for kind in ("all", "embedding", "mlp", "norm"))
+        return [f"{loss - 1:+.3%}" for loss in losses] + [f"{each:.3f}" for each in distances]
+
+    cells = [
+        [f"`{row['method']}`", str(row["seed"]), exponent(row["error"]), *apart(row)]
+        for row in sorted(rows, key=lambda row: (-row["bytes"], row["seed"]))
+        if row["method"] != "exact"
+    ]
+    header = ["method", "seed", "estimated vNMSE", "loss", "of rare tokens"]
     return markdown([*header, "distance", "embedding", "MLP", "norms"], cells)
 
 
