@@ -7,7 +7,7 @@ from jax import Array, lax
 from pallas_kernels._jax.shapes import Float32, UInt8, UInt16
 from pallas_kernels.codec import scales
 from pallas_kernels.codec.arithmetic import code_to_float
-from pallas_kernels.codec.levels import Levels, round_to_level
+from pallas_kernels.codec.levels import Levels, TabulatedLevels, round_to_level
 
 # Hardware flushes the reciprocals of larger numbers.
 LARGEST_UNIT = scales.LARGEST_BITS.view(np.float32)
@@ -56,7 +56,7 @@ def decode_rows(
     codes: UInt16[Array, "rows 256"],
     group_bytes: UInt8[Array, "rows groups"],
     super_bits: UInt16[Array, "rows"],
-    levels: Levels,
+    levels: Levels | TabulatedLevels,
     *,
     group_size: int,
 ) -> Float32[Array, "rows 256"]:

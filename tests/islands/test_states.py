@@ -83,8 +83,8 @@ def test_devices_hold_three_arrays_of_a_state_or_none(tmp_path, place):
     def on_devices():
         gc.collect()
         arrays = [a for a in jax.live_arrays() if a.sharding.memory_kind == "device"]
-        buffers = {a.unsafe_buffer_pointer(): a.nbytes for a in arrays if a.size >= 64}
-        return sum(buffers.values())
+        parts = [shard.data for a in arrays if a.size >= 64 for shard in a.addressable_shards]
+        return sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())
 
     before = on_devices()
     state = rounds(island(tmp_path, state_on=place), params)

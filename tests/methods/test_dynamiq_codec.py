@@ -95,7 +95,7 @@ def test_scales_stay_in_the_order_of_the_table():
     layout = TWO_WIDTHS.layout(rows.size, CHUNKS)
     assert messages.shape == (CHUNKS, layout.payload_bytes)
     for message, table in zip(np.asarray(messages), order, strict=True):
-        group_scales, super_scales = map(np.asarray, layout.scales(message))
+        group_scales, super_scales = map(np.asarray, layout.scales(jnp.asarray(message)))
         expected = oracle.row_scales(rows[table], TWO_WIDTHS.group_size)
         np.testing.assert_array_equal(group_scales, expected[0])
         np.testing.assert_array_equal(super_scales, expected[1])
