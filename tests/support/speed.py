@@ -42,6 +42,7 @@ import importlib
 import itertools
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,9 +139,12 @@ def compile_once(folder: Path) -> None:
 
 
 def _put_at_once(cache: Any, key: str, value: bytes) -> None:
-    """Store a compiled program, which another process sees as a whole or not at all."""
+    """Store a compiled program, which others see as a whole or not at all.
+
+    Threads of a process, such as islands of a test, may compile the same program at once.
+    """
     final = cache.path / f"{key}-cache"
-    partial = cache.path / f"{key}-{os.getpid()}"
+    partial = cache.path / f"{key}-{os.getpid()}-{threading.get_ident()}"
     partial.write_bytes(value)
     partial.replace(final)
 
