@@ -190,9 +190,8 @@ def specs_alike(
                 alike[array.shape, path[start:]].add(spec)
     found = {}
     for number, (path, array) in enumerate(zip(_paths(results), results.arrays, strict=False)):
-        ends = (
-            (array.shape, path[start:]) for start in range(len(path) + 1)
-        )  # the longest one first
+        # The longest end comes first.
+        ends = ((array.shape, path[start:]) for start in range(len(path) + 1))
         best = next((alike[end] for end in ends if end in alike), set())
         if len(best) == 1:
             (found[number],) = best

@@ -199,14 +199,15 @@ class Marker:
         alike.
         """
         types = tuple(atom.aval for atom in (*equation.invars, *equation.outvars))
-        alike = equation.primitive, tuple(equation.params.items()), types, split
+        params = tuple(equation.params.items())
+        alike = equation.primitive, params, types, equation.ctx, split
         try:
             known = alike in self._parts
         except TypeError:  # a parameter without a hash
             return unreduced.parts(equation, split, self._workers)
         if not known:
             self._parts[alike] = jax.jit(unreduced.parts(equation, split, self._workers))
-        return equations.in_context(equation, self._parts[alike])
+        return self._parts[alike]
 
     def _constrained(self, equation: Equation, rows: RowHint) -> RowHint:
         """Rows lie where a sharding puts them."""

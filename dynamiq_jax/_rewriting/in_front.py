@@ -156,7 +156,8 @@ def _function_of(node: Node) -> Callable[..., Sequence[Any]]:
     """Return the function of a linear equation, of its inputs that are variables."""
     name = node.equation.primitive.name
     # Terms vary over the axes of the sum. Numbers have to, too: functions of `jax.lax` see to it.
-    function = {"mul": lax.mul, "div": lax.div, "add": lax.add, "sub": lax.sub}.get(name)
+    sums = {"add": lax.add, "add_any": lax.add, "sub": lax.sub}
+    function = {"mul": lax.mul, "div": lax.div, **sums}.get(name)
     if function is None:
         return functools.partial(equations.evaluate, node.equation)
     return lambda *values: [function(*equations.with_literals(node.equation, values))]

@@ -80,18 +80,19 @@ class _Scheduler:
         # Number of uses of each value.
         self._uses = collections.Counter(value for node in self._nodes for value in node.inputs)
         self._uses.update(self._outputs)
+        # Inputs of a loop's body that may be totals, with the outputs that the next turn takes.
+        self._totals: dict[Value, int] = {
+            self._inputs[program.carried[i]]: i for i in program.totals
+        }
+        self._added = added_to_sums(self._nodes, self._uses, self._totals)
         self._placement = Placement(self._nodes)
         self._placement.learn(self._inputs, program.input_specs)
         self._placement.learn(self._outputs, program.output_specs)
 
     def schedule(self) -> EvaluationSchedule:
         """Return the schedule of the program, and collect its sums."""
-        totals: dict[Value, int] = {
-            self._inputs[self._program.carried[i]]: i for i in self._program.totals
-        }
-        self._added = added_to_sums(self._nodes, self._uses, totals)
         # Inputs to which each turn of a loop may only add terms, and the outputs that replace them.
-        carries = {value: i for value, i in totals.items() if value in self._added}
+        carries = {value: i for value, i in self._totals.items() if value in self._added}
         before = len(self._sums)
         while True:
             steps, left, failed = self._in_order(carries)
@@ -240,8 +241,8 @@ class _Scheduler:
                 number = sum(isinstance(each, Reduce) for each in self._sums)
                 managed = program.automatic(workers)
                 axes = members[0].description.axes
-                over_them = tuple(name for name in self._selection.axes if name in axes)
-                group = Reduce(members, over_them, program, sizes, managed, number)
+                compressed_over = tuple(name for name in self._selection.axes if name in axes)
+                group = Reduce(members, compressed_over, program, sizes, managed, number)
                 self._sums.append(group)
                 yield group
                 continue

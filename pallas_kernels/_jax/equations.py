@@ -171,15 +171,12 @@ def is_used(out: Any) -> bool:
 def with_leading_constants(program: Any) -> tuple[Program, list[Any]]:
     """Make the constants of a program its first inputs, and return the program and them."""
     inner, constants = opened(program)
-    inputs = [*inner.constvars, *inner.invars]
-    return _program(inputs, inner.outvars, inner.eqns, inner.effects), list(constants)
-
-
-def _program(inputs: Sequence[Any], outputs: Sequence[Any], equations: Any, effects: Any) -> Any:
+    inputs, outputs = [*inner.constvars, *inner.invars], list(inner.outvars)
     names = tuple(f"input_{number}" for number in range(len(inputs)))
     results = tuple(f"output_{number}" for number in range(len(outputs)))
     described = core.DebugInfo("compress", "dynamiq_jax.compress", names, results)
-    return core.Jaxpr((), list(inputs), list(outputs), equations, effects, described)
+    program = core.Jaxpr((), inputs, outputs, inner.eqns, inner.effects, described)
+    return program, list(constants)
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

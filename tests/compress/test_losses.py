@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -507,6 +508,30 @@ def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
         assert found[1].sharding.spec == out.spec
         sent.append(dq.inspect(grad_fn, W, X).bytes_compressed)
     assert sent[0] == 2 * sent[1] > 0
+
+
+def test_sums_that_are_alike_keep_the_settings_around_them(data_mesh):
+    """Such as metadata for the compiler, which the first of them has not."""
+
+    def two(w, x):
+        gradients = []
+        for name in ("first", "second"):
+            with set_xla_metadata(of_step=name):
+                gradients.append(jax.grad(squares)(w, x))
+        return gradients
+
+    args, step = placed(data_mesh(WORKERS), Loss(squares)), jax.jit(two)
+
+    def products(step):
+        """The contractions of the lowered step with each setting."""
+        lines = [line for line in step.lower(*args).as_text().splitlines() if "dot_general" in line]
+        return [
+            sum(f'of_step = "{each}"' in line for line in lines) for each in ("first", "second")
+        ]
+
+    expected = products(step)
+    assert all(expected)
+    assert products(dq.compress(step, "data", method=OPTIONS)) == expected
 
 
 @pytest.mark.parametrize("known_by", ["state", "constraint"])
