@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamiq_jax.islands.messages.formats import Format, flushed
-from dynamiq_jax.islands.messages.message import Leaf, Message, Part, dtype_of
+from dynamiq_jax.islands.messages.message import Leaf, Message, dtype_of
 from dynamiq_jax.islands.messages.sparse import SparseFormat
 
 Weights = Sequence[float] | None
@@ -57,20 +57,19 @@ def weighted_sum(
     _check(messages, weights)
     if len(messages) == 1 and weights is None:
         return leaves_of(messages[0])
-    dtypes = [_wide_dtype(leaf.dtype) for leaf in messages[0].leaves]
-    total: Sequence[Any] | None = None
+    total: Sequence[Any] = ()
     for number, message in enumerate(messages):
         leaves = [
-            leaf.astype(dtype) for leaf, dtype in zip(leaves_of(message), dtypes, strict=True)
+            values.astype(_wide_dtype(leaf.dtype))
+            for leaf, values in zip(message.leaves, leaves_of(message), strict=True)
         ]
         if weights is not None:
             factor = weights[number]
             leaves = [flush(flush(leaf) * leaf.dtype.type(factor)) for leaf in leaves]
-        if total is not None:
+        if number:
             pairs = zip(total, leaves, strict=True)
             leaves = [flush(flush(sum_) + flush(leaf)) for sum_, leaf in pairs]
         total = leaves
-    assert total is not None
     return total
 
 
@@ -79,29 +78,18 @@ def leaves_of(
 ) -> list[Any]:
     """Return the leaves of a message, in order.
 
-    Args:
-      message: a message.
-      decoded: function of what was sent of a bucket, its format and its size to its values.
+    `decoded` is a function of what was sent of a bucket, its format and its size to its values.
     """
     found: dict[Leaf, Any] = {}
     for part in message.parts():
         arrays = message.arrays(part)
-        if part.format is None:
-            found[part.leaves[0]] = arrays[0]
-        else:
-            if isinstance(part.format, SparseFormat):
-                part.format.check(arrays, part.size)
-            found |= _split(part, decoded(arrays, part.format, part.size))
+        if isinstance(part.format, SparseFormat):
+            part.format.check(arrays, part.size)
+        flat = arrays[0] if part.format is None else decoded(arrays, part.format, part.size)
+        ends = np.cumsum([leaf.size for leaf in part.leaves]).tolist()
+        for leaf, end in zip(part.leaves, ends, strict=True):
+            found[leaf] = flat[end - leaf.size : end].reshape(leaf.shape)
     return [found[leaf] for leaf in message.leaves]
-
-
-def _split(part: Part, flat: Any) -> dict[Leaf, Any]:
-    """Cut the values of a bucket into its leaves."""
-    ends = np.cumsum([leaf.size for leaf in part.leaves]).tolist()
-    return {
-        leaf: flat[end - leaf.size : end].reshape(leaf.shape)
-        for leaf, end in zip(part.leaves, ends, strict=True)
-    }
 
 
 def _leaves_of(message: Message) -> list[NDArray[Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 F32 = NDArray[np.float32]
 Numbers = NDArray[Any]  # unsigned integers, or those of one section
@@ -25,7 +25,7 @@ _BLOCK = 4096  # rows that are decoded at a time, so that intermediate arrays st
 class Section(NamedTuple):
     """An array of numbers in a message, little-endian."""
 
-    dtype: str
+    dtype: DTypeLike
     size: int
 
     @property
@@ -65,7 +65,7 @@ class WordFormat:
         return (bfloat16_value(words) if self.method == "bf16" else words)[:size]
 
 
-class BlockScaledFormat(Format, Protocol):
+class BlockScaledFormat(Protocol):
     """Codes of one width, and a scale for each block."""
 
     @property
@@ -80,8 +80,30 @@ class BlockScaledFormat(Format, Protocol):
         """Decode codes, uint16 [rows, blocks, coordinates], under scales [rows, blocks]."""
 
 
+class _Blocks:
+    """Bytes of a block-scaled format, and their decoding; see `Format`."""
+
+    def sections(self: BlockScaledFormat, size: int) -> tuple[Section, ...]:
+        """Return the planes of codes and the scales of whole rows, as bytes of one message."""
+        row_bytes = LANES * self.bits // 8 + self.scales.num_bytes
+        return (Section("u1", -(-size // LANES) * row_bytes),)
+
+    def decode(self: BlockScaledFormat, sections: Sequence[Numbers], size: int) -> F32:
+        """Decode some rows after the other."""
+        (message,) = sections
+        rows = -(-size // LANES)
+        values = np.empty((rows, LANES), np.float32)
+        planes, scales = np.split(message, [rows * LANES * self.bits // 8])
+        scales = scales.view(self.scales.dtype).reshape(rows, -1)
+        for part in _row_blocks(rows):
+            codes = _unpack_codes(planes, rows, self.bits, part)
+            codes = codes.reshape(len(codes), scales.shape[1], -1)
+            values[part] = self.decode_rows(codes, scales[part]).reshape(len(codes), LANES)
+        return values.reshape(-1)[:size]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockIntFormat:
+class BlockIntFormat(_Blocks):
     """Integers times a bfloat16."""
 
     method: str
@@ -102,14 +124,6 @@ class BlockIntFormat:
         """Bits of bfloat16."""
         return Section("<u2", LANES // self.block)
 
-    def sections(self, size: int) -> tuple[Section, ...]:
-        """Return codes and scales."""
-        return _block_sections(self, size)
-
-    def decode(self, sections: Sequence[Numbers], size: int) -> F32:
-        """Decode a bucket; see `Format.decode`."""
-        return _decode_blocks(self, sections, size)
-
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
         """Multiply codes by scales; see `BlockScaledFormat.decode_rows`."""
         top = 2 ** (self.code_bits - 1) - 1
@@ -129,7 +143,7 @@ ELEMENTS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFormat:
+class MXFormat(_Blocks):
     """Small floating-point numbers under a power of two."""
 
     method: str
@@ -148,14 +162,6 @@ class MXFormat:
     def scales(self) -> Section:
         """E8M0 bytes: biased exponents of two."""
         return Section("u1", LANES // 32)
-
-    def sections(self, size: int) -> tuple[Section, ...]:
-        """Return codes and scales."""
-        return _block_sections(self, size)
-
-    def decode(self, sections: Sequence[Numbers], size: int) -> F32:
-        """Decode a bucket; see `Format.decode`."""
-        return _decode_blocks(self, sections, size)
 
     def decode_rows(self, codes: Numbers, scales: Numbers) -> F32:
         """Multiply elements by powers of two; see `BlockScaledFormat.decode_rows`.
@@ -184,11 +190,8 @@ class DynamiQFormat:
         widths, ratio = self.widths, self.gap_ratio
         check(self, "group_size", self.group_size in (8, 16, 32) and type(self.group_size) is int)
         check(self, "widths", isinstance(widths, tuple) and 0 < len(widths) == len({*widths}))
-        check(
-            self,
-            "widths",
-            all(type(width) is int and width in (0, *range(2, 17)) for width in widths),
-        )
+        known = (0, *range(2, 17))
+        check(self, "widths", all(type(width) is int and width in known for width in widths))
         check(self, "bits", type(self.bits) in (int, float) and 2.375 <= self.bits <= 16)
         check(self, "bits", min(widths) <= self.code_bits <= max(widths))
         check(self, "exponent", type(self.exponent) in (int, float) and 0.1 <= self.exponent <= 2)
@@ -347,24 +350,6 @@ def element_values(element: str) -> NDArray[np.float64]:
     if element == "int8":  # two's complement
         return np.concatenate([values, [-2.0], -values[:0:-1]])
     return np.concatenate([values, -values])
-
-
-def _block_sections(form: BlockScaledFormat, size: int) -> tuple[Section, ...]:
-    """Return the planes of codes and the scales of whole rows, as bytes of one message."""
-    return (Section("u1", -(-size // LANES) * (LANES * form.bits // 8 + form.scales.num_bytes)),)
-
-
-def _decode_blocks(form: BlockScaledFormat, sections: Sequence[Numbers], size: int) -> F32:
-    (message,) = sections
-    rows = -(-size // LANES)
-    values = np.empty((rows, LANES), np.float32)
-    planes, scales = np.split(message, [rows * LANES * form.bits // 8])
-    scales = scales.view(form.scales.dtype).reshape(rows, -1)
-    for part in _row_blocks(rows):
-        codes = _unpack_codes(planes, rows, form.bits, part)
-        codes = codes.reshape(len(codes), scales.shape[1], -1)
-        values[part] = form.decode_rows(codes, scales[part]).reshape(len(codes), LANES)
-    return values.reshape(-1)[:size]
 
 
 def _row_blocks(rows: int) -> list[slice]:

@@ -19,6 +19,7 @@ from dynamiq_jax.islands.messages.formats import (
     DynamiQFormat,
     Format,
     MXFormat,
+    Section,
     WordFormat,
 )
 from dynamiq_jax.islands.messages.sparse import SparseFormat
@@ -114,7 +115,8 @@ class Message:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"data is a {type(data).__name__}. Give the bytes of a message.")
         data = bytes(data)
-        message = Message(*_parse_header(_checked_header(data)), body=_body_of(data))
+        header, body = _checked(data)
+        message = Message(*_parse_header(header), body)
         wanted = sum(part.num_bytes for part in message.parts())
         if len(message.body) != wanted:
             raise ValueError(
@@ -125,29 +127,21 @@ class Message:
 
     def parts(self) -> "Iterator[Part]":
         """Return the parts of the body, in order."""
+        buckets = [
+            tuple(leaf for leaf in self.leaves if leaf.bucket == number)
+            for number in range(len(self.formats))
+        ]
+        alone = [(leaf,) for leaf in self.leaves if leaf.bucket is None]
         start = 0
-        for number, form in enumerate(self.formats):
-            members = tuple(leaf for leaf in self.leaves if leaf.bucket == number)
-            size = sum(leaf.size for leaf in members)
-            part = Part(
-                members, form, start, sum(section.num_bytes for section in form.sections(size))
-            )
+        for leaves, form in itertools.zip_longest([*buckets, *alone], self.formats):
+            part = Part(leaves, form, start)
             yield part
             start += part.num_bytes
-        for leaf in self.leaves:
-            if leaf.bucket is None:
-                part = Part((leaf,), None, start, leaf.size * dtype_of(leaf.dtype).itemsize)
-                yield part
-                start += part.num_bytes
 
     def arrays(self, part: "Part") -> list[NDArray[Any]]:
         """Return the arrays of a part of the body, as views of its bytes."""
-        if part.format is None:
-            (leaf,) = part.leaves
-            dtype = dtype_of(leaf.dtype)
-            return [np.frombuffer(self.body, dtype, leaf.size, part.start).reshape(leaf.shape)]
         found, start = [], part.start
-        for section in part.format.sections(part.size):
+        for section in part.sections:
             found.append(np.frombuffer(self.body, section.dtype, section.size, start))
             start += section.num_bytes
         return found
@@ -181,12 +175,23 @@ class Part(NamedTuple):
     leaves: tuple[Leaf, ...]
     format: Format | None  # None of a leaf that is sent as it is
     start: int  # byte of the body
-    num_bytes: int
 
     @property
     def size(self) -> int:
         """Coordinates."""
         return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Arrays, in order."""
+        if self.format is None:
+            return (Section(dtype_of(self.leaves[0].dtype), self.size),)
+        return self.format.sections(self.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(section.num_bytes for section in self.sections)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -198,8 +203,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def _checked_header(data: bytes) -> bytes:
-    """Return the header of a message as JSON.
+def _checked(data: bytes) -> tuple[bytes, bytes]:
+    """Return the header of a message, as JSON, and its body.
 
     Raises:
       ValueError: no message, a part of one, an altered one, or one of a newer version.
@@ -222,9 +227,9 @@ def _checked_header(data: bytes) -> bytes:
             f"the checksum of the message of {len(data)} bytes is wrong. It is cut or altered: "
             "send it again."
         )
-    inflating = zlib.decompressobj()
+    start, inflating = _PREFIX.size + length, zlib.decompressobj()
     try:
-        text = inflating.decompress(data[_PREFIX.size :][:length], _MOST_HEADER)
+        text = inflating.decompress(data[_PREFIX.size : start], _MOST_HEADER)
     except zlib.error as error:
         raise ValueError(f"the header of the message is damaged: {error}.") from None
     if not inflating.eof or inflating.unused_data:
@@ -232,12 +237,7 @@ def _checked_header(data: bytes) -> bytes:
             f"the header of the message is damaged: {length} bytes of it are no whole header of at "
             f"most {_MOST_HEADER} bytes."
         )
-    return text
-
-
-def _body_of(data: bytes) -> bytes:
-    length: int = _PREFIX.unpack_from(data)[-1]
-    return data[_PREFIX.size + length :]
+    return text, data[start:]
 
 
 def _parse_header(text: bytes) -> tuple[tuple[Leaf, ...], tuple[Format, ...]]:
@@ -275,21 +275,13 @@ def _format_of(fields: dict[str, Any]) -> Format:
 
 
 def _is_possible(leaf: Leaf, num_buckets: int) -> bool:
-    dimensions = [type(size) is int and 0 <= size <= _MOST_SIZE for size in leaf.shape]
-    # Every prefix of a shape too: NumPy refuses an empty array whose other dimensions are too many.
-    sizes = (
-        [1]
-        if not all(dimensions)
-        else list(
-            itertools.accumulate((size or 1 for size in leaf.shape), lambda a, b: a * b, initial=1)
-        )
-    )
     in_bucket = type(leaf.bucket) is int and 0 <= leaf.bucket < num_buckets
     return (
         isinstance(leaf.name, str)
-        and all(dimensions)
-        and len(dimensions) <= _MOST_RANK
-        and sizes[-1] <= _MOST_SIZE
+        and len(leaf.shape) <= _MOST_RANK
+        and all(type(size) is int and 0 <= size <= _MOST_SIZE for size in leaf.shape)
+        # NumPy refuses also an empty array whose other dimensions are too many.
+        and math.prod(size or 1 for size in leaf.shape) <= _MOST_SIZE
         and leaf.dtype in DTYPES
         and (leaf.bucket is None or (in_bucket and leaf.dtype in _FLOATING))
     )
