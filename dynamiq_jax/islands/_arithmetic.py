@@ -40,17 +40,14 @@ def zeros_like(tree: Any) -> Any:
     )
 
 
-def on_host(tree: Any) -> Any:
-    """Return a tree in the memory of the hosts of its devices, pinned for transfers."""
-    return _moved_to("pinned_host", tree)
-
-
 def on_devices(tree: Any) -> Any:
-    """Return a tree in the memory of its devices; as it is if it is there."""
-    return _moved_to("device", tree)
+    """Return a tree in the memory of its devices."""
+    return in_memory("device", tree)
 
 
-def _moved_to(kind: str, tree: Any) -> Any:
+def in_memory(kind: str, tree: Any) -> Any:
+    """Return a tree in a kind of memory, such as "pinned_host"; as it is if it is there."""
+
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Array) or leaf.sharding.memory_kind == kind:
             return leaf

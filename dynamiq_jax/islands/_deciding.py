@@ -26,13 +26,7 @@ class Judge:
     norm_limit: float
 
     def decide(self, number: int, reference: str, leaves: Leaves) -> None:
-        """Wait until a round has a decision, or write it once all came or the deadline is over.
-
-        Args:
-          number: the round.
-          reference: hash of the state that it began at.
-          leaves: shapes and dtypes of a change.
-        """
+        """Wait until a round has a decision, or write it once all came or the deadline is over."""
         files = self.files
         folder, file = change_file(number, reference), decision_file(number)
         try:
@@ -41,7 +35,7 @@ class Judge:
         except ValueError:  # none before the first round
             stayed = set()
         start, tell_at, reached = time.monotonic(), files.deadline, None
-        while files.transport.get(file) is None:
+        while not files.is_decided(number):
             came, waited = files.transport.names(folder), time.monotonic() - start
             if len(came) >= self.at_least and reached is None:
                 reached = waited

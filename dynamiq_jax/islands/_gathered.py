@@ -33,10 +33,7 @@ class _Alone(Axis):
 def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
     """Return the arrays that a worker sends of a bucket in an all-gather, in order.
 
-    Args:
-      method: compression method.
-      part: values of this worker, float [size], a multiple of `method.granule`.
-      key: typed PRNG key of the rounding noise.
+    Its part is float [size], a multiple of `method.granule`. The key, a typed one, makes the noise.
     """
     arrays: list[Array] = []
 
@@ -50,13 +47,7 @@ def sent(method: ChunkedMethod, part: Array, key: Array) -> list[Array]:
 
 
 def received(method: ChunkedMethod, size: int, arrays: Sequence[Array]) -> Array:
-    """Decode the arrays of `sent` to float32 [size], the same bits on all hardware.
-
-    Args:
-      method: compression method.
-      size: coordinates, a multiple of `method.granule`.
-      arrays: arrays of the message, in the order in which they were sent.
-    """
+    """Decode the arrays of `sent` to float32 [size], the same bits on all hardware."""
     *statistics, payload = arrays
     remaining = iter(statistics)
     # The codec of zeros decodes: it takes everything about the values from what it gathers.

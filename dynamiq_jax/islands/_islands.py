@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import zlib
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,9 +22,9 @@ from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._arithmetic import (
     change_of,
     delete,
+    in_memory,
     on_all,
     on_devices,
-    on_host,
     placed,
     rest_of,
     went_on,
@@ -34,24 +34,23 @@ from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._packing import pack
 from dynamiq_jax.islands._pending import PendingExchange
-from dynamiq_jax.islands._records import LONGEST_NAME, digest_of, is_file_name, sealed
+from dynamiq_jax.islands._records import (
+    LONGEST_NAME,
+    Decision,
+    digest_of,
+    is_file_name,
+    sealed,
+)
 from dynamiq_jax.islands._rounds import (
     RoundFiles,
     change_file,
-    decision_file,
     loss_file,
     numbers_of,
     state_file,
 )
 from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
-from dynamiq_jax.islands._state import (
-    Incoming,
-    IslandState,
-    Outgoing,
-    Transferred,
-    hash_of_state,
-)
+from dynamiq_jax.islands._state import IslandState, Outgoing, Transferred, hash_of_state
 from dynamiq_jax.islands._transports import Transport, logger
 from dynamiq_jax.islands.merging import check_weight, leaves_of, take_outer_step, wide
 from dynamiq_jax.islands.messages import Message
@@ -173,12 +172,6 @@ class Islands:
         encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
 
     @property
-    def _judge(self) -> Judge:
-        return Judge(
-            self._rounds, self.at_least, self.grace, self.clip, self.overlap, self.norm_limit
-        )
-
-    @property
     def _rounds(self) -> RoundFiles:
         return RoundFiles(self.transport, self.name, self.deadline, self.poll, self.secret)
 
@@ -202,11 +195,13 @@ class Islands:
             self._store(first)
         state = self._latest(first)
         state = self._caught_up(state._replace(residual=zeros_like(wide(params))))
-        state = cast(IslandState, self._at_rest(state))
+        state = self._at_rest(state)
         if _processes.leads():
             self.transport.put(f"here/{state.round:08}/{self.name}", b"")
-        start = time.monotonic()
-        while state.round == 0 and self._waits(start, len(self._rounds.announced(0)) < self.count):
+        ends = time.monotonic() + self.deadline
+        while state.round == 0 and len(self._rounds.announced(0)) < self.count:
+            if time.monotonic() >= ends:
+                break
             time.sleep(self.poll)
         return state
 
@@ -291,7 +286,7 @@ class Islands:
 
     def _at_rest(self, tree: Any) -> Any:
         """Return a tree in the memory that holds states."""
-        return on_host(tree) if self.state_on == "host" else tree
+        return in_memory("pinned_host", tree) if self.state_on == "host" else tree
 
     def _transferred(self, outgoing: Outgoing) -> Transferred:
         """Send the change of a round, wait for the decision, and read what counts.
@@ -299,34 +294,35 @@ class Islands:
         Nothing here runs on several devices: it may run beside the train step.
         """
         number, reference = outgoing.state.round, outgoing.reference
-        file, decided = change_file(number, reference, self.name), decision_file(number)
+        file = change_file(number, reference, self.name)
         data = sealed(file, outgoing.packed.sent.to_bytes(), self.secret)
-        if self.transport.get(decided) is None:
+        if not self._rounds.is_decided(number):
             if outgoing.loss is not None and _processes.leads():
                 told = loss_file(number, self.name)
                 loss = repr(float(outgoing.loss)).encode()
                 self.transport.put(told, sealed(told, loss, self.secret))
             self._rounds.send(number, reference, file, outgoing.packed)
             if _processes.leads():
-                self._judge.decide(number, reference, leaves_of(outgoing.wanted))
-            while self.transport.get(decided) is None:
+                rules = self.at_least, self.grace, self.clip, self.overlap, self.norm_limit
+                judge = Judge(self._rounds, *rules)
+                judge.decide(number, reference, leaves_of(outgoing.wanted))
+            while not self._rounds.is_decided(number):
                 time.sleep(self.poll)
-        incoming = self._incoming(outgoing.state, reference)
-        decision = incoming.decision
-        # A name may be that of an island before a crash, whose change was another one.
+        decision, mean = self._incoming(outgoing.state, reference)
+        fate: Literal["counts", "late", "left out"] = "late"
         applied = Values()
+        # A name may be that of an island before a crash, whose change was another one.
         if decision.members.get(self.name) == digest_of(data):
+            fate = "counts"
             if self.feedback:
                 wanted = needed(outgoing.wanted)
                 sent = self._rounds.pieces(number, reference, outgoing.packed.sent, wanted)
                 for piece in sent:
                     take_in(applied, piece.decoded(), wanted)
-            return Transferred(incoming, "counts", applied)
         # A change that others could read is left out for its values; any other one is kept.
-        is_read = self.name in decision.left_out and self.transport.get(file) == data
-        if is_read and self._arrived(outgoing):
-            return Transferred(incoming, "left out", applied)
-        return Transferred(incoming, "late", applied)
+        elif self.name in decision.left_out and self.transport.get(file) == data:
+            fate = "left out" if self._arrived(outgoing) else "late"
+        return Transferred(decision, mean, fate, applied)
 
     def _arrived(self, outgoing: Outgoing) -> bool:
         """Return whether all parts of a change of this island are in the store as it sent them."""
@@ -339,7 +335,7 @@ class Islands:
     def _finished(self, outgoing: Outgoing, transferred: Transferred) -> IslandState:
         """Take the outer steps of a round whose transfers are done, and of those since."""
         before, wanted = outgoing.state, on_devices(outgoing.wanted)
-        state = self._step(on_devices(before), transferred.incoming)
+        state = self._step(on_devices(before), transferred.decision, transferred.mean)
         left = None
         if transferred.fate == "counts" and self.feedback:
             left = rest_of(wanted, assembled(wanted, transferred.applied))
@@ -349,10 +345,11 @@ class Islands:
         state = state._replace(residual=residual, start=None)
         if self.donate:
             delete((before.outer, before.residual), but=state)
-        return cast(IslandState, self._at_rest(self._caught_up(state)))
+        after: IslandState = self._at_rest(self._caught_up(state))
+        return after
 
-    def _incoming(self, state: IslandState, reference: str) -> Incoming:
-        """Read what a round that is decided brings."""
+    def _incoming(self, state: IslandState, reference: str) -> tuple[Decision, Values | None]:
+        """Return the decision of a round, and the mean change; None if no change counts."""
         wanted = needed(state.reference)
         decision, changes = self._rounds.followed(state.round, reference, wanted)
         for name, reason in decision.left_out.items():
@@ -365,17 +362,16 @@ class Islands:
             factor = change.weight / total * decision.factors.get(name, 1)
             for piece in change.pieces:
                 take_in(mean, piece.decoded(), wanted, factor)
-        return Incoming(decision, mean if changes else None)
+        return decision, mean if changes else None
 
-    def _step(self, state: IslandState, incoming: Incoming) -> IslandState:
+    def _step(self, state: IslandState, decision: Decision, mean: Values | None) -> IslandState:
         """Take the outer step of a round."""
-        decision, number = incoming.decision, state.round
-        if incoming.mean is not None:
-            mean = assembled(wide(state.reference), incoming.mean)
-            after = take_outer_step(self.outer, mean, state.outer, state.reference)
+        if mean is not None:
+            change = assembled(wide(state.reference), mean)
+            after = take_outer_step(self.outer, change, state.outer, state.reference)
             reference, outer = jax.tree.map(placed, after, (state.reference, state.outer))
             state = state._replace(reference=reference, outer=outer)
-        state = state._replace(round=number + 1)
+        state = state._replace(round=state.round + 1)
         if state.round % self.store_every == 0 and self.name == next(iter(decision.members), None):
             self._store(state)
             if self.keep_rounds is not None and _processes.leads():
@@ -387,13 +383,8 @@ class Islands:
 
     def _caught_up(self, state: IslandState) -> IslandState:
         """Take the outer steps of all rounds that are decided."""
-
-        def is_decided() -> bool:
-            found = self.transport.get(decision_file(state.round)) is not None
-            return bool(_processes.of_leader(found))
-
-        while is_decided():
-            state = self._step(state, self._incoming(state, hash_of_state(state)))
+        while _processes.of_leader(self._rounds.is_decided(state.round)):
+            state = self._step(state, *self._incoming(state, hash_of_state(state)))
         return state
 
     def _store(self, state: IslandState) -> None:
@@ -424,6 +415,3 @@ class Islands:
             f"no stored state can be read. {problems[0]} Give the parameters and the outer "
             "optimizer of the run, or start it anew in another place."
         )
-
-    def _waits(self, start: float, lacks: bool) -> bool:
-        return lacks and time.monotonic() - start < self.deadline

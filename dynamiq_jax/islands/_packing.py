@@ -41,14 +41,7 @@ class Packed(NamedTuple):
 
 
 def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Message]) -> Packed:
-    """Encode what a process sends of a tree.
-
-    Args:
-      island: name of the island.
-      weight: of a change; see `Sent`.
-      tree: pytree of arrays of JAX.
-      encoded: function of a tree, and of the number of its part, to the message.
-    """
+    """Encode what a process sends of a tree, by a function of a part and its number."""
     if len(devices_of(tree)) == 1:
         return Packed(Sent(weight, island, encoded(tree, 0)), {})
     parts, contents = parts_of(tree), dict[int, bytes]()

@@ -14,27 +14,16 @@ def leads() -> bool:
 
 def of_leader(value: int) -> int:
     """Return the number that the leading process has, in all of them."""
-    if jax.process_count() == 1:
-        return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def all_agree(holds: bool) -> bool:
     """Return whether something holds in all processes."""
-    if jax.process_count() == 1:
-        return holds
     return bool(np.all(multihost_utils.process_allgather(np.bool(holds))))
 
 
 def together(rows: Mapping[int, bytes], count: int) -> dict[int, bytes]:
-    """Return rows of bytes of all processes, by their numbers.
-
-    Args:
-      rows: those of this process, of 32 bytes each.
-      count: number of all rows; each is of one process.
-    """
-    if jax.process_count() == 1:
-        return dict(rows)
+    """Return rows of 32 bytes of all processes, by their numbers. Each row is of one process."""
     own = np.zeros((count, 32), np.int32)
     for number, row in rows.items():
         own[number] = np.frombuffer(row, np.uint8)

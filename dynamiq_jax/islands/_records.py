@@ -26,10 +26,7 @@ _MOST_LISTED = 1 << 26  # bytes of a list of parts: a damaged one inflates to no
 def sealed(file: str, content: bytes, secret: bytes | None = None) -> bytes:
     """Return the bytes of a file: a checksum of its name and its content, and the content.
 
-    Args:
-      file: name of the file, which has its round and its island.
-      content: its content.
-      secret: of all islands, by which the checksum is a signature (HMAC-SHA256); None for none.
+    With the secret of all islands, the checksum is a signature (HMAC-SHA256).
     """
     magic = _MAGIC if secret is None else _SIGNED
     return magic + _checksum(file, content, secret) + content
@@ -170,8 +167,7 @@ class Decision(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Return the content of a file."""
-        fields = self._asdict() | {"factors": dict(self.factors), "notes": dict(self.notes)}
-        return json.dumps(fields).encode()
+        return json.dumps(self._asdict(), default=dict).encode()
 
     @staticmethod
     def from_bytes(content: bytes) -> "Decision":

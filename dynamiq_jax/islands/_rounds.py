@@ -35,7 +35,11 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RoundFiles:
-    """Files of rounds, read by an island."""
+    """Files of rounds, read by an island.
+
+    In its methods, `number` is a round, `of` the hash of the reference that a change began at, or
+    "state", and `wanted` are the shards that this process holds.
+    """
 
     transport: Transport
     name: str  # of the island
@@ -47,6 +51,10 @@ class RoundFiles:
         """Return the islands that have announced themselves for a round."""
         return self.transport.names(f"here/{number:08}")
 
+    def is_decided(self, number: int) -> bool:
+        """Return whether a round has a decision."""
+        return self.transport.get(decision_file(number)) is not None
+
     def followed(
         self, number: int, reference: str, wanted: Sequence[Shard]
     ) -> tuple[Decision, list[Change]]:
@@ -55,11 +63,6 @@ class RoundFiles:
         Islands repeat in their announcements the decision that they followed. So an island that
         finds the file of a decision damaged, or a change other than when it was decided, follows
         one that has gone on. If nobody has by the deadline, nobody can read it, and it is left out.
-
-        Args:
-          number: the round.
-          reference: hash of the state that it began at.
-          wanted: shards that this process holds, of which changes are read.
 
         Raises:
           RuntimeError: the decision is about another reference, or others have followed what this
@@ -114,12 +117,6 @@ class RoundFiles:
     ) -> Iterator[Piece]:
         """Read what was sent, or those messages that have some of the wanted shards.
 
-        Args:
-          number: the round.
-          of: hash of the reference that a change began at, or "state".
-          sent: what was sent.
-          wanted: shards that this process holds; None for all that there are.
-
         Raises:
           ValueError: a part that is gone, damaged, or of other shards, or a shard that none has.
         """
@@ -150,14 +147,7 @@ class RoundFiles:
         return Piece(message, shards)
 
     def send(self, number: int, of: str, file: str, packed: Packed) -> None:
-        """Store what this process sends; the leading one lists it once all parts are there.
-
-        Args:
-          number: the round.
-          of: hash of the reference that a change began at, or "state".
-          file: of the whole.
-          packed: what is sent.
-        """
+        """Store what this process sends; the leading one lists it in a file, after all parts."""
         sent = packed.sent
         for part in sent.parts:
             if part.number in packed.contents:
@@ -174,23 +164,16 @@ class RoundFiles:
                 return
             time.sleep(self.poll)
         data = sealed(file, sent.to_bytes(), self.secret)
-        if (
-            not self.transport.put(file, data)
-            and of != "state"
-            and self.transport.get(file) != data
-        ):
-            text = (
-                "round %d: %s is of another island of this name, or of this one before it started "
-                "again. Each island needs a name of its own."
-            )
-            logger.warning(text, number, file)
+        if self.transport.put(file, data) or of == "state" or self.transport.get(file) == data:
+            return
+        text = (
+            "round %d: %s is of another island of this name, or of this one before it started "
+            "again. Each island needs a name of its own."
+        )
+        logger.warning(text, number, file)
 
     def state(self, number: int, like: Any) -> Values:
-        """Read what this process holds of a stored state.
-
-        Args:
-          number: its round.
-          like: pytree of arrays of its shapes, dtypes and shardings.
+        """Read what this process holds of a stored state of the shapes and shardings of a tree.
 
         Raises:
           ValueError: a state that is damaged, or of other leaves.
@@ -276,25 +259,15 @@ def loss_file(number: int, name: str) -> str:
 
 
 def change_file(number: int, reference: str, name: str = "") -> str:
-    """Return the file of the change of an island, or the folder of all that began at a reference.
-
-    Args:
-      number: the round.
-      reference: hash of the state that the change began at.
-      name: of the island.
-    """
+    """Return the file of the change of an island, or the folder of all of a reference."""
     return f"change/{number:08}/{reference}/{name}".rstrip("/")
 
 
 def part_file(number: int, of: str, island: str, part: SentPart | None = None) -> str:
-    """Return the file of a part, or the folder of all parts.
+    """Return the file of a part, or the folder of all parts of an island; see `RoundFiles`.
 
-    Args:
-      number: the round.
-      of: hash of the reference that a change began at, or "state".
-      island: whose part it is.
-      part: the part. Its digest is in the name, so that an island that starts again in the same
-        round does not find a file of its name.
+    The digest of the part is in the name, so that an island that starts again in the same round
+    does not find a file of its name.
     """
     folder = f"parts/{number:08}/{of}/{island}"
     return folder if part is None else f"{folder}/{part.number}-{part.digest[:16]}"

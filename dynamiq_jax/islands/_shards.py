@@ -86,9 +86,6 @@ def parts_of(tree: Any) -> dict[int, dict[Shard, Array | None]]:
     """Return what each device sends, by its number among those of the tree.
 
     Values are arrays of one device, or None of devices of other processes.
-
-    Args:
-      tree: pytree of arrays of JAX.
     """
     numbers = {device: number for number, device in enumerate(devices_of(tree))}
     parts: dict[int, dict[Shard, Array | None]] = {}
@@ -116,12 +113,7 @@ def needed(tree: Any) -> list[Shard]:
 
 
 def assembled(like: Any, values: Values) -> Any:
-    """Return a tree of the shardings of another one, from the shards that this process holds.
-
-    Args:
-      like: pytree of arrays of JAX.
-      values: what `needed(like)` names.
-    """
+    """Return a tree of the shardings of another one, from the shards that `needed(like)` names."""
 
     def leaf_of(path: str, leaf: Array) -> Array:
         def read(index: tuple[slice, ...] | None) -> NDArray[Any]:
@@ -140,15 +132,10 @@ def take_in(
     wanted: Iterable[Shard],
     factor: float | None = None,
 ) -> None:
-    """Add values times a factor to those of the shards that this process holds.
+    """Add values of shards of any bounds, times a factor, to the totals of the wanted shards.
 
-    A product is rounded, and so is a sum, on all hardware alike.
-
-    Args:
-      totals: arrays by the shards that this process holds; made at their first values.
-      sources: values by shards of any bounds.
-      wanted: the shards that this process holds.
-      factor: of floating values; None to put values of any dtype into their places.
+    A product is rounded, and so is a sum, on all hardware alike. Without a factor, values of any
+    dtype are put into their places.
     """
     own = _by_path(wanted)
     for source, values in sources:
@@ -183,12 +170,9 @@ def check_cover(shards: Iterable[Shard], wanted: Iterable[Shard]) -> None:
 def check_leaves(
     found: Mapping[Shard, str], leaves: Leaves, wanted: Iterable[Shard] | None = None
 ) -> None:
-    """Raise ValueError for shards that are not those of leaves.
+    """Raise ValueError for shards, with their dtypes, that are not those of leaves.
 
-    Args:
-      found: dtypes by shards.
-      leaves: shapes and dtypes of leaves.
-      wanted: shards that have to be among the ones found; None for all leaves.
+    The wanted shards have to be among them; None for all leaves.
     """
     whole = {path: Shard.whole(path, shape) for path, (shape, _) in leaves.items()}
     for shard, dtype in found.items():

@@ -36,17 +36,11 @@ class Outgoing(NamedTuple):
     loss: float | None
 
 
-class Incoming(NamedTuple):
-    """Decision and mean change of a round, in the memory of the host."""
+class Transferred(NamedTuple):
+    """End of the transfers of a round, in the memory of the host."""
 
     decision: Decision
     mean: Values | None  # the mean change; None if no change counts
-
-
-class Transferred(NamedTuple):
-    """End of the transfers of a round."""
-
-    incoming: Incoming
     fate: Literal["counts", "late", "left out"]  # of the change of this island
     applied: Values  # what counts of it, for `feedback`
 

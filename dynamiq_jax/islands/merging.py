@@ -5,6 +5,7 @@
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from dynamiq_jax._core import check_number
+from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands.messages import Message
 
@@ -41,11 +43,8 @@ def leaves_of(tree: Any) -> Leaves:
       tree: pytree of arrays.
     """
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (
-            np.shape(leaf),
-            str(getattr(leaf, "dtype", type(leaf).__name__)),
-        )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        path: (np.shape(leaf), str(getattr(leaf, "dtype", type(leaf).__name__)))
+        for path, leaf in zip(paths_of(tree), jax.tree.leaves(tree), strict=True)
     }
 
 
@@ -94,8 +93,8 @@ def too_large(norms: Mapping[Name, float], limit: float) -> dict[Name, str]:
       norms: norm of each change.
       limit: largest norm, in medians.
     """
-    known = sorted(norm for norm in norms.values() if norm)
-    median = known[(len(known) - 1) // 2] if known else math.inf
+    known = [norm for norm in norms.values() if norm]
+    median = statistics.median_low(known) if known else math.inf
     return {
         name: f"its norm is {norm:.3g}, above {limit:g} times the median of {median:.3g}."
         for name, norm in norms.items()
@@ -104,16 +103,10 @@ def too_large(norms: Mapping[Name, float], limit: float) -> dict[Name, str]:
 
 
 def clipped(norms: Mapping[Name, float]) -> dict[Name, float]:
-    """Return the factors that scale changes with norms above the median to the median.
-
-    Args:
-      norms: norm of each change that counts.
-    """
+    """Return the factors that scale changes with norms above the median to the median."""
     if not norms:
         return {}
-    known = sorted(norms.values())
-    middle = len(known) // 2
-    median = (known[middle] + known[-1 - middle]) / 2
+    median = statistics.median(norms.values())
     return {name: median / norm for name, norm in norms.items() if norm > median}
 
 
@@ -148,12 +141,7 @@ def copies(changes: Mapping[Name, Findings], limit: float) -> dict[Name, str]:
 
 
 def check_weight(name: str, weight: float) -> None:
-    """Raise ValueError for a weight that is not positive, or whose sums may overflow.
-
-    Args:
-      name: name of the argument, for the error.
-      weight: weight of a change.
-    """
+    """Raise ValueError for a weight that is not positive, or whose sums may overflow."""
     check_number(name, weight, np.finfo(np.float64).tiny, 1e300, "a positive number")
 
 
@@ -204,9 +192,8 @@ def _mixed(leaves: list[Any]) -> Array:
             index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
             place = place * np.uint32(0x9E3779B1) + index
         one = _avalanche(words + _avalanche(place))
-        other = (one ^ np.uint32(0x85EBCA77)) * (
-            one | 1
-        )  # of other sums, if those of one are equal
+        # Of other sums, if those of one are equal.
+        other = (one ^ np.uint32(0x85EBCA77)) * (one | 1)
         total += jnp.stack([jnp.sum(mixed, dtype=jnp.uint32) for mixed in (one, other)])
     return total
 
@@ -219,11 +206,7 @@ def _avalanche(x: Array) -> Array:
 
 
 def wide(tree: Any) -> Any:
-    """Return floating leaves of fewer than 32 bits in float32, in which changes are computed.
-
-    Args:
-      tree: pytree of floating arrays.
-    """
+    """Return floating leaves of fewer than 32 bits in float32, in which changes are computed."""
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf, jnp.float32) if leaf.dtype.itemsize < 4 else leaf, tree
     )
