@@ -159,39 +159,27 @@ class NativeChunks(RecodedChunks):
 
     @override
     def compress(self, chunk: Array, turn: Index) -> Array:
-        otherwise = super().compress
         nothing = jnp.zeros((0, self.blocks.payload_bytes), jnp.uint8)
-        return lax.platform_dependent(
-            cpu=lambda: self._hop(nothing, chunk, turn), default=lambda: otherwise(chunk, turn)
-        )
+        on_cpu = functools.partial(self._hop, nothing)
+        return lax.platform_dependent(chunk, turn, cpu=on_cpu, default=super().compress)
 
     @override
     def hop(self, payloads: Payload, chunk: Array, turn: Index) -> Array:
-        otherwise = super().hop
-        return lax.platform_dependent(
-            payloads,
-            cpu=lambda payloads: self._hop(payloads, chunk, turn),
-            default=lambda payloads: otherwise(payloads, chunk, turn),
-        )
+        return lax.platform_dependent(payloads, chunk, turn, cpu=self._hop, default=super().hop)
 
     @override
     def accumulate(self, payloads: Payload, chunk: Array) -> Array:
-        otherwise = super().accumulate
-        return lax.platform_dependent(
-            payloads,
-            cpu=lambda payloads: self.blocks.accumulate(
-                payloads, self._rows, chunk - self.local.first
-            ).reshape(-1),
-            default=lambda payloads: otherwise(payloads, chunk),
-        )
+        def on_cpu(payloads: Payload, chunk: Array) -> Array:
+            return self.blocks.accumulate(payloads, self._rows, chunk - self.local.first).ravel()
+
+        return lax.platform_dependent(payloads, chunk, cpu=on_cpu, default=super().accumulate)
 
     @override
     def decompress(self, payloads: Payload) -> Array:
-        return lax.platform_dependent(
-            payloads,
-            cpu=lambda payloads: self.blocks.decompress(payloads).reshape(-1)[: self.local.size],
-            default=super().decompress,
-        )
+        def on_cpu(payloads: Payload) -> Array:
+            return self.blocks.decompress(payloads).ravel()[: self.local.size]
+
+        return lax.platform_dependent(payloads, cpu=on_cpu, default=super().decompress)
 
     def _hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
         place = chunk - self.local.first

@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import numbers
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dynamiq_jax._core import WireCost, check_choice, check_number
-from dynamiq_jax.methods import _norms as norms
+from dynamiq_jax._core import Axis, WireCost, check_choice, check_number
 from dynamiq_jax.methods._base import Call, ChunkedMethod
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks, reorders_sums
 from pallas_kernels import choice, operations
@@ -23,6 +22,7 @@ from pallas_kernels.codec import (
     LocalRows,
     Quantizer,
     TabulatedQuantizer,
+    l2_norm,
     place_rows,
 )
 from pallas_kernels.codec.levels import (
@@ -33,12 +33,14 @@ from pallas_kernels.codec.levels import (
     num_levels,
 )
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
+from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
 from pallas_kernels.copies import pad
 
 _ALL = tuple(range(2, 17))  # widths of codes that drop nothing
 _GROUP_SIZES = (8, 16, 32)
 _MIN_BITS, _MAX_BITS = 2.375, 16.0  # the least: codes of 2 bits, scales and norms
 _EXPONENTS = 0.1, 2.0
+_NORM_BYTES = 2  # sent as bits of bfloat16, which XLA:CPU would widen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ class DynamiQ(ChunkedMethod):
     spacing: Spacing = "quadratic"  # of the levels; `geometric` is the paper's, 1 % better, slower
     gap_ratio: float = 2.7  # widest gap between levels over the narrowest; 1 is uniform, 20 % worse
     implementation: str | None = None  # backend of the codec; None picks the fastest one
+
+    _quantizer: ClassVar[type[Quantizer]] = Quantizer
 
     def __post_init__(self):
         choice.check(self.implementation)
@@ -159,7 +163,7 @@ class DynamiQ(ChunkedMethod):
             num_chunks=num_chunks,
             code_bits=self.bits - self._overhead_bits,
             allocation=Allocation(self._widths_at(growth), self.exponent),
-            quantizer=Quantizer(
+            quantizer=self._quantizer(
                 group_size=self.group_size,
                 spacing=self.spacing,
                 gap_ratio=self.gap_ratio,
@@ -175,15 +179,16 @@ class DynamiQ(ChunkedMethod):
     @property
     @override
     def portable(self) -> "DynamiQ":
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields |= {"widths": self._widths_at(growth=1.0), "implementation": "xla"}
-        return _PortableDynamiQ(**fields)
+        changes = {"widths": self._widths_at(growth=1.0), "implementation": "xla"}
+        return _PortableDynamiQ(**vars(self) | changes)
 
     @override
     def wire_cost(self, call: Call) -> WireCost:
         layout = self.layout_of(call)
-        statistics_bytes = norms.combined_bytes if _sums(call) else norms.gathered_bytes
-        return WireCost(layout.payload_bytes, statistics_bytes(layout.num_rows, call.axis))
+        share = _NORM_BYTES * (layout.num_rows // call.num_workers)
+        gathered = (call.num_workers - 1) * share
+        statistics = call.axis.owners_bytes(share, share) if _sums(call) else gathered
+        return WireCost(layout.payload_bytes, statistics)
 
     @override
     def bind(
@@ -201,9 +206,9 @@ class DynamiQ(ChunkedMethod):
         layout = self.layout_of(call)
         if _sums(call):
             padded = pad(values, layout.num_rows * SUPER_GROUP_SIZE)
-            rows, share = padded.reshape(layout.num_rows, -1), norms.combine_norms
+            rows, share = padded.reshape(layout.num_rows, -1), combine_norms
         else:  # all workers gather the norms of all parts
-            rows, share = values.reshape(layout.rows_per_chunk, -1), norms.gather_norms
+            rows, share = values.reshape(layout.rows_per_chunk, -1), _gather_norms
         if local_norms is None:
             local_norms = operations.statistics(rows, implementation=self.implementation)
         row_norms = share(local_norms, call.axis)
@@ -254,14 +259,26 @@ class DynamiQ(ChunkedMethod):
 class _PortableDynamiQ(DynamiQ):
     """DynamiQ with levels from a table: a compiler cannot fuse their sums with products."""
 
-    @override
-    def layout(
-        self, size: int, num_chunks: int, *, summed: bool = True, growth: float = 1.0
-    ) -> Layout:
-        layout = super().layout(size, num_chunks, summed=summed, growth=growth)
-        quantizer = TabulatedQuantizer(**dataclasses.asdict(layout.quantizer))
-        return dataclasses.replace(layout, quantizer=quantizer)
+    _quantizer: ClassVar[type[Quantizer]] = TabulatedQuantizer
 
 
 def _sums(call: Call) -> bool:
     return call.collective != "all_gather"
+
+
+def combine_norms(local: Array, axis: Axis) -> Array:
+    """Combine norms of all workers, float32 [count], as sqrt(sum of squares): bits of bfloat16.
+
+    The workers divide `count`. The result is uint16 [count], the same on all workers.
+    """
+
+    def combine(words: Array) -> Array:
+        return bfloat16_bits(l2_norm(bfloat16_value(words), axis=0))
+
+    shares = bfloat16_bits(local).reshape(axis.size, -1)
+    return axis.reduce_by_owners(shares, combine).reshape(-1)
+
+
+def _gather_norms(local: Array, axis: Axis) -> Array:
+    """Gather the norms of all workers, float32 [count] each, as bits: uint16 [workers * count]."""
+    return axis.gather(bfloat16_bits(local)).reshape(-1)

@@ -208,7 +208,7 @@ class LocalSGD:
         self._check_state(state, fragments, params)
         axes = find_axes(self.axis_name)
         self._check_agreement(axes, params)
-        params = jax.tree.map(lambda leaf: _vary(leaf, axes.names), params)
+        params = compat.match_varying(params, lax.axis_index(axes.names))
         carry = params, state
         send, apply = (functools.partial(act, fragments) for act in (self._send, self._apply))
         if due is not None:
@@ -372,8 +372,3 @@ class LocalSGD:
             outer={**state.outer, name: outer},
         )
         return fragments.put(params, fragment, own), state
-
-
-def _vary(leaf: Array, axis_names: tuple[str, ...]) -> Array:
-    missing = tuple(name for name in axis_names if name not in compat.varying_axes(leaf))
-    return compat.vary_over(leaf, missing)

@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 import optax
 from jax import Array
 
 from dynamiq_jax._plan.state_names import check_names
-from dynamiq_jax._states.states import check_has_owner
+from dynamiq_jax._states.states import check_has_owner, shapes_of
 from dynamiq_jax.methods import State
 
 _ANEW = "or start anew with init(state.reference)"
@@ -59,7 +57,7 @@ def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
 
 def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
     """Raise ValueError for a state whose outer optimizer differs from a first state."""
-    given, wanted = _arrays(state.outer[name]), _arrays(first)
+    given, wanted = shapes_of(state.outer[name]), shapes_of(first)
     if given != wanted:
         raise ValueError(
             f"state.outer[{name!r}] has {given!r:.200}, but outer needs {wanted!r:.200}. Give the "
@@ -83,10 +81,3 @@ def check_method(state: LocalSGDState, name: str, states: Iterable[str]) -> None
         user="the method and options",
         remedy=f"Go on with the method, exact_below, bucket_bytes and specs of init, {_ANEW}.",
     )
-
-
-def _arrays(tree: Any) -> list[str]:
-    return [
-        f"{jax.tree_util.keystr(path)}: {np.shape(leaf)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]

@@ -15,8 +15,8 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
 from dynamiq_jax.methods import Call
+from dynamiq_jax.methods._dynamiq import combine_norms
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
-from dynamiq_jax.methods._norms import combine_norms
 from dynamiq_jax.topologies import AllToAll, Ring
 from pallas_kernels import operations, row_blocks
 from pallas_kernels.codec import (
