@@ -1,6 +1,7 @@
 """Messages to a tree."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,13 +90,10 @@ def _check_dtypes(leaves: Sequence[Leaf]) -> None:
 
 def _check_like(leaves: Sequence[Leaf], like: Any) -> None:
     """Raise ValueError for a tree of other leaves than a message."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(like)]
-    wanted = list(zip(paths_of(like), shapes, strict=True))
-    given = [(leaf.name, leaf.shape) for leaf in leaves]
-    for number in range(max(len(given), len(wanted))):
-        pair = given[number : number + 1], wanted[number : number + 1]
-        if pair[0] != pair[1]:
+    wanted = zip(paths_of(like), map(np.shape, jax.tree.leaves(like)), strict=True)
+    for given, other in itertools.zip_longest((leaf[:2] for leaf in leaves), wanted):
+        if given != other:
             raise ValueError(
-                f"the message has the leaf {pair[0] or 'none'}, where like has "
-                f"{pair[1] or 'none'}. Give the tree that was encoded, or one like it."
+                f"the message has the leaf {given or 'none'}, where like has {other or 'none'}. "
+                "Give the tree that was encoded, or one like it."
             )

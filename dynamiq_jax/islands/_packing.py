@@ -58,8 +58,3 @@ def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Me
     digests = _processes.together(own, 1 + max(parts))
     listed = [SentPart(number, digests[number].hex(), tuple(of)) for number, of in parts.items()]
     return Packed(Sent(weight, island, None, tuple(listed)), contents)
-
-
-def whole(message: Message) -> Piece:
-    """Return the piece of a message with whole leaves."""
-    return Piece(message, [Shard.whole(leaf.name, leaf.shape) for leaf in message.leaves])

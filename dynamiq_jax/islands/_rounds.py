@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dynamiq_jax.islands import _processes
-from dynamiq_jax.islands._packing import Packed, Piece, whole
+from dynamiq_jax.islands._packing import Packed, Piece
 from dynamiq_jax.islands._records import Decision, Sent, SentPart, digest_of, opened, sealed
 from dynamiq_jax.islands._shards import (
     Shard,
@@ -121,7 +121,8 @@ class RoundFiles:
           ValueError: a part that is gone, damaged, or of other shards, or a shard that none has.
         """
         if sent.message is not None:
-            yield whole(sent.message)
+            leaves = sent.message.leaves
+            yield Piece(sent.message, [Shard.whole(leaf.name, leaf.shape) for leaf in leaves])
             return
         if wanted is not None:
             check_cover([shard for part in sent.parts for shard in part.shards], wanted)
@@ -197,21 +198,18 @@ class RoundFiles:
 
     def forget(self, before: int) -> None:
         """Delete changes and states of the rounds before one. Decisions stay, for `history`."""
-        transport = self.transport
-        for number in numbers_of(transport.names("state")):
-            if number < before:
-                transport.delete(state_file(number))
-        for kind, depth in (("change", 2), ("parts", 3)):
-            for number in numbers_of(transport.names(kind)):
-                for file in self._below(f"{kind}/{number:08}", depth) if number < before else ():
-                    transport.delete(file)
+        for kind, depth in (("state", 0), ("change", 2), ("parts", 3)):
+            for number in numbers_of(self.transport.names(kind)):
+                if number < before:
+                    self._delete(f"{kind}/{number:08}", depth)
 
-    def _below(self, folder: str, depth: int) -> list[str]:
-        """Return the files in folders of folders."""
-        inside = [f"{folder}/{name}" for name in self.transport.names(folder)]
-        if depth == 1:
-            return inside
-        return [file for name in inside for file in self._below(name, depth - 1)]
+    def _delete(self, name: str, depth: int) -> None:
+        """Delete a file, or those in folders of folders."""
+        if not depth:
+            self.transport.delete(name)
+            return
+        for inside in self.transport.names(name):
+            self._delete(f"{name}/{inside}", depth - 1)
 
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""

@@ -102,14 +102,12 @@ def parts_of(tree: Any) -> dict[int, dict[Shard, Array | None]]:
 
 def needed(tree: Any) -> list[Shard]:
     """Return the shards of a tree that this process holds."""
-    leaves = zip(leaves_of(tree), jax.tree.leaves(tree), strict=True)
-    return [
-        shard
-        for path, leaf in leaves
-        for shard in dict.fromkeys(
-            _shard(path, shard.index, leaf.shape) for shard in leaf.addressable_shards
-        )
-    ]
+    found = (
+        _shard(path, shard.index, leaf.shape)
+        for path, leaf in zip(leaves_of(tree), jax.tree.leaves(tree), strict=True)
+        for shard in leaf.addressable_shards
+    )
+    return [*dict.fromkeys(found)]
 
 
 def assembled(like: Any, values: Values) -> Any:

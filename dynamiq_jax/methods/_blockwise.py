@@ -7,7 +7,6 @@ the other, each in the order of the blocks.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +69,8 @@ class BlockFormat:
         sides = []
         for count in self.side_bytes:
             stop = start + rows * self.blocks * count
-            side = payload[start:stop].reshape(rows, self.blocks, count)
-            # One byte has no axis of bytes to join.
-            side = side if count > 1 else side[..., 0]
-            sides.append(lax.bitcast_convert_type(side, _SIDE_DTYPES[count]))
+            side = payload[start:stop].view(_SIDE_DTYPES[count])
+            sides.append(side.reshape(rows, self.blocks))
             start = stop
         return codes, *sides
 
@@ -134,17 +131,27 @@ class BlockwiseMethod(ChunkedMethod):
         return NativeChunks(**vars(codec), blocks=blocks, seed=seed)
 
     def _encode(self, seed: Array | None, values: Array, chunk: Array, turn: Index) -> Array:
-        rows_before = jnp.asarray(chunk).astype(jnp.uint32)
-        rows_before = rows_before * np.uint32(values.size // SUPER_GROUP_SIZE)
+        """Encode values to a message, some rows after the other.
 
-        def encode(rows: Array, first: Index) -> tuple[Array, ...]:
-            if seed is None:
-                return self.encode_rows(rows, None)
-            ids = rows_before + jnp.asarray(first).astype(jnp.uint32)
-            ids = ids + jnp.arange(rows.shape[0], dtype=jnp.uint32)
-            return self.encode_rows(rows, jnp.asarray(offsets(ids, turn, seed, "independent")))
+        Codes wait in memory before they are packed. If fused with the packing, XLA:CPU rounds again
+        for every plane, which takes MXFP6 six times as long.
+        """
+        rows = values.reshape(-1, SUPER_GROUP_SIZE)
+        rows_before = jnp.asarray(chunk).astype(jnp.uint32) * np.uint32(len(rows))
 
-        return encode_message(self.format, values, encode)
+        def step(first: Index, count: int, parts: tuple[Array, ...]) -> tuple[Array, ...]:
+            some, noise = lax.dynamic_slice_in_dim(rows, first, count), None
+            if seed is not None:
+                ids = rows_before + jnp.asarray(first).astype(jnp.uint32)
+                ids = ids + jnp.arange(count, dtype=jnp.uint32)
+                noise = jnp.asarray(offsets(ids, turn, seed, "independent"))
+            return tuple(
+                lax.dynamic_update_slice_in_dim(part, block, first, axis=0)
+                for part, block in zip(parts, self.encode_rows(some, noise), strict=True)
+            )
+
+        empty = match_varying(self.format.zeros(len(rows)), values)
+        return self.format.pack(*for_each_block(len(rows), step, empty))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,28 +195,6 @@ class NativeChunks(RecodedChunks):
     @property
     def _rows(self) -> Array:
         return self.local.values.reshape(-1, SUPER_GROUP_SIZE)
-
-
-def encode_message(
-    form: BlockFormat, values: Array, encode: Callable[[Array, Index], tuple[Array, ...]]
-) -> Array:
-    """Encode values to a message, some rows after the other.
-
-    Codes wait in memory before they are packed. If fused with the packing, XLA:CPU rounds again for
-    every plane, which takes MXFP6 six times as long. `encode` is a function of rows [count, 256]
-    and the index of the first to the arrays that `form.pack` takes.
-    """
-    rows = values.reshape(-1, SUPER_GROUP_SIZE)
-
-    def step(first: Index, count: int, parts: tuple[Array, ...]) -> tuple[Array, ...]:
-        encoded = encode(lax.dynamic_slice_in_dim(rows, first, count), first)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(part, block, first, axis=0)
-            for part, block in zip(parts, encoded, strict=True)
-        )
-
-    empty = match_varying(form.zeros(rows.shape[0]), values)
-    return form.pack(*for_each_block(rows.shape[0], step, empty))
 
 
 def rows_per_chunk(size: int, num_chunks: int) -> int:

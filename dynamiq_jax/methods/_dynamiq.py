@@ -133,8 +133,8 @@ class DynamiQ(ChunkedMethod):
         if not low <= self.bits <= high:
             raise ValueError(
                 f"bits={self.bits!r} cannot be reached with widths={self.widths!r} and "
-                f"group_size={self.group_size}: they span "
-                f"{low:g} to {high:g} bits. Give other widths, or bits in that range."
+                f"group_size={self.group_size}: they span {low:g} to {high:g} bits. Give other "
+                "widths, or bits in that range."
             )
 
     @classmethod
