@@ -34,16 +34,15 @@ class Judge:
             stayed = {*before.members, *before.left_out}
         except ValueError:  # none before the first round
             stayed = set()
-        start, tell_at, reached = time.monotonic(), files.deadline, None
+        start, tell_at, reached = time.monotonic(), files.deadline, np.inf
+        grace = np.inf if self.grace is None else self.grace
         while not files.is_decided(number):
             came, waited = files.transport.names(folder), time.monotonic() - start
-            if len(came) >= self.at_least and reached is None:
-                reached = waited
+            if len(came) >= self.at_least:
+                reached = min(reached, waited)
             lacks = bool({*stayed, *files.announced(number)} - {*came})
-            ends = np.inf if reached is None else files.deadline
-            if reached is not None and self.grace is not None:
-                ends = min(ends, reached + self.grace)
-            if waited >= ends or (reached is not None and not lacks):
+            ends = min(max(reached, files.deadline), reached + grace)
+            if waited >= ends or (waited >= reached and not lacks):
                 decision = self._judged(number, reference, leaves, came, waited)
                 files.transport.put(file, sealed(file, decision.to_bytes(), files.secret))
                 continue

@@ -9,13 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from dynamiq_jax._core import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    check_optimizer,
-)
+from dynamiq_jax._core import check_choice, check_flag, check_integer, check_number, check_optimizer
 from dynamiq_jax._inputs.checks import check_floating
 from dynamiq_jax._inputs.compression import Choice
 from dynamiq_jax.islands import _processes
@@ -34,20 +28,8 @@ from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._packing import pack
 from dynamiq_jax.islands._pending import PendingExchange
-from dynamiq_jax.islands._records import (
-    LONGEST_NAME,
-    Decision,
-    digest_of,
-    is_file_name,
-    sealed,
-)
-from dynamiq_jax.islands._rounds import (
-    RoundFiles,
-    change_file,
-    loss_file,
-    numbers_of,
-    state_file,
-)
+from dynamiq_jax.islands._records import LONGEST_NAME, Decision, digest_of, is_file_name, sealed
+from dynamiq_jax.islands._rounds import RoundFiles, change_file, loss_file, numbers_of, state_file
 from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._state import IslandState, Outgoing, Transferred, hash_of_state

@@ -3,13 +3,7 @@
 `dynamiq_research` has further published systems. `resolve_method` finds both by name.
 """
 
-from dynamiq_jax._core import (
-    Axis,
-    ChunkCodec,
-    RecodedChunks,
-    SummedChunks,
-    WireCost,
-)
+from dynamiq_jax._core import Axis, ChunkCodec, RecodedChunks, SummedChunks, WireCost
 from dynamiq_jax.methods._base import Call, ChunkedMethod, Method, Reduced, State
 from dynamiq_jax.methods._baselines import BF16, Exact
 from dynamiq_jax.methods._blockint import BlockInt

@@ -25,13 +25,7 @@ from pallas_kernels.codec import (
     l2_norm,
     place_rows,
 )
-from pallas_kernels.codec.levels import (
-    MAX_GAP_RATIO,
-    MIN_GAP_RATIO,
-    SPACINGS,
-    Spacing,
-    num_levels,
-)
+from pallas_kernels.codec.levels import MAX_GAP_RATIO, MIN_GAP_RATIO, SPACINGS, Spacing, num_levels
 from pallas_kernels.codec.rounding import ROUNDINGS, Rounding
 from pallas_kernels.codec.scales import bfloat16_bits, bfloat16_value
 from pallas_kernels.copies import pad

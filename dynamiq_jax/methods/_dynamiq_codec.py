@@ -11,15 +11,7 @@ from jax import Array, lax
 from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
 from pallas_kernels._jax.compat import override
-from pallas_kernels.codec import (
-    Index,
-    Layout,
-    LocalRows,
-    Places,
-    make_places,
-    rank,
-    restore_rows,
-)
+from pallas_kernels.codec import Index, Layout, LocalRows, Places, make_places, rank, restore_rows
 
 # Fewest workers for which ordering the rows of sums again lowers the error. With fewer workers, and
 # rows in their places, the rounding of the sum still cancels part of the earlier roundings.

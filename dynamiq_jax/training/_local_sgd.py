@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +17,7 @@ from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
 from dynamiq_jax._check import agreement
 from dynamiq_jax._check.check import check_plan
 from dynamiq_jax._collectives.all_reduce import AllReduce
-from dynamiq_jax._core.validation import (
-    check_integer,
-    check_number,
-    check_optimizer,
-    check_seed,
-)
+from dynamiq_jax._core.validation import check_integer, check_number, check_optimizer, check_seed
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._inputs.shards import leaf_specs
@@ -306,11 +301,8 @@ class LocalSGD:
             jnp.where(self._is_turn(fragment, taken), fragment + 1, 0)
             for fragment in range(self.fragments)
         )
-        branches: Sequence[Callable[[Any], Any]] = [
-            lambda carry: carry,
-            *(lambda carry, f=fragment: act(f, carry) for fragment in range(self.fragments)),
-        ]
-        return lax.switch(branch, branches, carry)
+        turns = [functools.partial(act, fragment) for fragment in range(self.fragments)]
+        return lax.switch(branch, [lambda carry: carry, *turns], carry)
 
     def _send(
         self, fragments: Fragments, fragment: int, carry: tuple[Any, LocalSGDState]

@@ -18,12 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamiq_jax.islands.messages.formats import (
-    F32,
-    Numbers,
-    Section,
-    check,
-)
+from dynamiq_jax.islands.messages.formats import F32, Numbers, Section, check
 
 _TINY = np.finfo(np.float32).tiny
 _BLOCKS = 256  # that are decoded at a time, so that intermediate arrays stay small
