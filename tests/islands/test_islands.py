@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder, history
+from dynamiq_jax.islands import Islands, IslandState, ObjectStore, SharedFolder, Sparse, history
 from dynamiq_jax.islands._records import Decision, opened
 from tests.support import island_worker, processes
 from tests.support.islands import PARAMS, Memory, exchanged, joined, moved, same, together
@@ -187,7 +187,7 @@ def test_an_island_that_waits_for_a_quorum_says_so_seldom(caplog):
     late.start()
     exchanged([islands[0]], [states[0]], [1])
     late.join()
-    warnings = [r.getMessage() for r in caplog.records if "changes came" in r.getMessage()]
+    warnings = [text for text in caplog.messages if "changes came" in text]
     assert 1 <= len(warnings) <= 4  # of some hundred looks
     assert warnings[0].startswith("round 0: 1 of 2 changes came in 0 s.")
 
@@ -202,26 +202,31 @@ def test_two_islands_of_one_name_are_told_and_lose_nothing(caplog):
     assert not caplog.records
     store.files.pop("decision/00000000")  # as if it came a moment later
     second = islands[1].exchange(moved(PARAMS, 2), states[1])
-    (warning,) = (record.getMessage() for record in caplog.records)
+    (warning,) = caplog.messages
     assert re.match(r"round 0: change/00000000/\w+/a is of another island of this name", warning)
     assert same(first.reference, second.reference) and np.any(second.residual["w"])
+
+
+def rounds_of_both(transport, names, outer, count):
+    """Yield the states of islands, and that of local SGD, after each round of exact changes."""
+    islands, states = joined(transport, names, method="exact", outer=outer)
+    local_sgd = dq.training.LocalSGD(axis_name="data", every=1, method="exact", outer=outer)
+    known = jax.vmap(lambda _: local_sgd.init(PARAMS), axis_name="data")(jnp.arange(len(names)))
+    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
+    for number in range(count):
+        seeds = [len(names) * number + island for island in range(len(names))]
+        changed = [moved(states[0].reference, seed) for seed in seeds]
+        states = exchanged(islands, states, seeds)
+        _, known = update(jax.tree.map(lambda *leaves: jnp.stack(leaves), *changed), known)
+        yield states, jax.tree.map(lambda leaf: leaf[0], known.reference)
 
 
 def test_an_island_alone_is_local_sgd(transport):
     """With exact changes and without momentum, whose product with a rate a compiler may fuse with
     a sum: bit for bit.
     """
-    islands, states = joined(transport, "a", method="exact", outer=optax.sgd(1.0))
-    local_sgd = dq.training.LocalSGD(
-        axis_name="data", every=1, method="exact", outer=optax.sgd(1.0)
-    )
-    known = jax.vmap(lambda _: local_sgd.init(PARAMS), axis_name="data")(jnp.arange(1))
-    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
-    for seed in range(3):
-        params = moved(states[0].reference, seed)
-        states = exchanged(islands, states, [seed])
-        _, known = update(jax.tree.map(lambda leaf: leaf[None], params), known)
-        assert same(states[0].reference, jax.tree.map(lambda leaf: leaf[0], known.reference))
+    for states, reference in rounds_of_both(transport, "a", optax.sgd(1.0), 3):
+        assert same(states[0].reference, reference)
     assert states[0].round == 3 and not same(states[0].reference, PARAMS)
 
 
@@ -229,21 +234,10 @@ def test_islands_hold_the_same_bits_and_are_near_local_sgd(tmp_path):
     """Three with exact changes and momentum. Here each change is multiplied by a third before the
     sum, there after it.
     """
-    islands, states = joined(SharedFolder(tmp_path), method="exact")
-    local_sgd = dq.training.LocalSGD(axis_name="data", every=1, method="exact", outer=OUTER)
-    known = jax.vmap(lambda _: local_sgd.init(PARAMS), axis_name="data")(jnp.arange(3))
-    update = jax.jit(jax.vmap(local_sgd.update, axis_name="data"))
-    for number in range(2):
-        seeds = [3 * number + island for island in range(3)]
-        changed = [moved(states[0].reference, seed) for seed in seeds]
-        states = exchanged(islands, states, seeds)
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *changed)
-        _, known = update(stacked, known)
+    *_, (states, reference) = rounds_of_both(SharedFolder(tmp_path), "abc", OUTER, 2)
     assert all(same(state[1:3], states[0][1:3]) for state in states)
     for name in PARAMS:
-        np.testing.assert_allclose(
-            states[0].reference[name], known.reference[name][0], rtol=1e-5, atol=1e-8
-        )
+        np.testing.assert_allclose(states[0].reference[name], reference[name], rtol=1e-5, atol=1e-8)
 
 
 def test_four_bits_change_a_round_by_their_error(tmp_path):
@@ -390,8 +384,13 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
         ("deadline", -1),
         ("late", "later"),
         ("feedback", 1),
+        ("decay", 1.5),
+        ("at_least", 0),
+        ("grace", -1.0),
+        ("overlap", 2.0),
         ("norm_limit", 0.5),
         ("store_every", 0),
+        ("state_on", "disk"),
         ("poll", -1),
         ("seed", 0.5),
     ):
@@ -400,8 +399,13 @@ def test_fields_that_are_not_possible_are_refused(tmp_path):
     Islands(transport=transport, name="a", norm_limit=1, overlap=0, decay=0, grace=0)  # the least
     with pytest.raises(ValueError, match="cannot be in a message"):
         Islands(transport=transport, name="a", method=STOCHASTIC)
+    with pytest.raises(ValueError, match="loses most of each change without feedback=True"):
+        Islands(transport=transport, name="a", method=Sparse())
     with pytest.raises(TypeError, match=r"outer=0\.7 is not an optax"):
         Islands(transport=transport, name="a", outer=0.7)
+    for secret in ("text", b""):
+        with pytest.raises(TypeError, match="secret is not bytes"):
+            Islands(transport=transport, name="a", secret=secret)
     (island,), (state,) = joined(transport, "a")
     assert isinstance(state, IslandState)
     for weight in (0, -1.0, float("nan"), "1"):

@@ -8,14 +8,9 @@ import optax
 import pytest
 
 from dynamiq_jax.islands import Islands, Sparse
-from tests.support.islands import PARAMS, Memory, joined, moved, same, together
+from tests.support.islands import PARAMS, Memory, joined, moved, near, same, together
 
 FIELDS = {"method": "exact", "outer": optax.sgd(1.0), "deadline": float("inf")}
-
-
-def near(one, other) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
 def rounds_of(island, state, seeds):
@@ -74,13 +69,12 @@ def test_what_a_sparse_message_leaves_out_is_sent_later():
 def test_an_exchange_waits_for_nothing_before_its_result():
     gate = threading.Event()
 
-    class Slow(Memory):
-        def put(self, name, data):
-            if name.startswith("change/"):
-                gate.wait()
-            return super().put(name, data)
+    def slowly(name, data):
+        if name.startswith("change/"):
+            gate.wait()
+        return data
 
-    (island,), (state,) = joined(Slow(), "a", **FIELDS)
+    (island,), (state,) = joined(Memory(written=slowly), "a", **FIELDS)
     exchange = island.start_exchange(moved(PARAMS, 1), state)
     assert not exchange.done() and same(exchange.params, moved(PARAMS, 1))
     gate.set()
@@ -89,13 +83,12 @@ def test_an_exchange_waits_for_nothing_before_its_result():
 
 
 def test_errors_of_the_store_come_from_the_result():
-    class Down(Memory):
-        def put(self, name, data):
-            if name.startswith("change/"):
-                raise ConnectionError("the store is down")
-            return super().put(name, data)
+    def down(name, data):
+        if name.startswith("change/"):
+            raise ConnectionError("the store is down")
+        return data
 
-    (island,), (state,) = joined(Down(), "a", **FIELDS)
+    (island,), (state,) = joined(Memory(written=down), "a", **FIELDS)
     exchange = island.start_exchange(moved(PARAMS, 1), state)
     with pytest.raises(ConnectionError, match="the store is down"):
         exchange.result()

@@ -40,13 +40,21 @@ def joined(transport, names="abc", **fields):
 
 def exchanged(islands, states, seeds, weights=None):
     """States after a round, in which each island moves by its seed."""
+    pairs = zip(states, seeds, strict=True)
+    return ended(islands, states, [moved(s.reference, seed) for s, seed in pairs], weights)
+
+
+def ended(islands, states, params, weights=None):
+    """States after a round that ends with some parameters of each island."""
     weights = weights or [1.0] * len(islands)
-    return together(
-        [
-            functools.partial(island.exchange, moved(state.reference, seed), state, weight=weight)
-            for island, state, seed, weight in zip(islands, states, seeds, weights, strict=True)
-        ]
-    )
+    rows = zip(islands, params, states, weights, strict=True)
+    return together([functools.partial(i.exchange, p, s, weight=w) for i, p, s, w in rows])
+
+
+def near(one, other) -> bool:
+    """Whether trees are equal up to the roundings of some sums."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
 def same(one, other) -> bool:
