@@ -10,8 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from dynamiq_jax import islands
 from dynamiq_jax.islands import messages
@@ -122,6 +120,8 @@ def test_a_header_that_no_reader_takes_is_not_written():
 
 def damaged(count: int):
     """Messages with flipped bits, cuts, and foreign bytes; most of them with a valid checksum."""
+    for dtype in ("float16", "float64"):  # of other bytes, in a bucket
+        yield with_header(message_of(2), lambda h, d=dtype: h["dtypes"].__setitem__(0, d))
     random = np.random.default_rng(0)
     for _ in range(count):
         data = bytearray(message_of(random.integers(len(METHODS))))
@@ -167,11 +167,15 @@ def is_refused(data: bytes) -> bool:
         assert str(decoded[leaf.name].dtype) == leaf.dtype
     # Values of 4 bytes from codes of 2.4 bits or more, some copies of them, and tables of levels.
     assert tracemalloc.get_traced_memory()[1] - before < 100 * len(data) + 3_000_000
+    if not any("64" in leaf.dtype for leaf in message.leaves):  # JAX refuses these by name
+        of_jax = islands.decode(message)
+        assert of_jax.keys() == decoded.keys()
+        assert all(same_bits(of_jax[name], decoded[name]) for name in decoded)
     return False
 
 
 @pytest.mark.parametrize("count", (300, pytest.param(10_000, marks=pytest.mark.slow)))
-def test_damaged_messages_are_refused_or_have_the_shapes_of_their_headers(count):
+def test_damaged_messages_are_refused_or_have_the_same_values_in_both_decoders(count):
     tracemalloc.start()
     try:
         outcomes = [is_refused(data) for data in damaged(count)]
@@ -179,85 +183,6 @@ def test_damaged_messages_are_refused_or_have_the_shapes_of_their_headers(count)
         tracemalloc.stop()
     # A body may hold any bits. Nearly all else is seen.
     assert 0.7 * count < sum(outcomes) < 0.95 * count
-
-
-def resigned(change):
-    """A damage of header and body whose checksum fits them."""
-    return lambda data, *args: signed(*change(*taken_apart(data), *args))
-
-
-def altered(data: bytes, at: float, mask: int) -> bytes:
-    changed = bytearray(data)
-    if changed:
-        changed[int(at * (len(changed) - 1))] ^= mask
-    return bytes(changed)
-
-
-def column(name: str, value):
-    """A damage of one entry of a column of the header."""
-
-    def change(data: bytes, at: float, mask: int) -> bytes:
-        def in_place(header):
-            header[name][int(at * (len(header[name]) - 1))] = value
-            return header
-
-        return with_header(data, in_place)
-
-    return change
-
-
-DAMAGES = {
-    "cut": lambda data, at, mask: data[: int(at * len(data))],
-    "altered": altered,
-    "longer": lambda data, at, mask: data + bytes(mask),
-    "foreign JSON": lambda data, at, mask: b'{"names": [1]}',
-    "header": resigned(lambda head, body, at, mask: (altered(head, at, mask), body)),
-    "text of the header": resigned(
-        lambda head, body, at, mask: (zlib.compress(altered(zlib.decompress(head), at, mask)), body)
-    ),
-    "body": resigned(lambda head, body, at, mask: (head, altered(body, at, mask))),
-    "no body": resigned(lambda head, body, at, mask: (head, b"")),
-    "dtype": column("dtypes", "float16"),
-    "dtype of other bytes": column("dtypes", "float64"),
-    "shape": column("shapes", [1 << 47]),
-    "bucket": column("buckets", None),
-}
-
-
-@given(
-    damage=st.sampled_from(sorted(DAMAGES)),
-    at=st.floats(0, 1),
-    mask=st.integers(1, 255),
-)
-@example(damage="dtype of other bytes", at=0.0, mask=1)
-@example(damage="body", at=0.0, mask=128)
-def test_any_damage_is_one_error_or_the_same_values_in_both_decoders(damage, at, mask):
-    """And no large array is allocated for it."""
-    damaged = DAMAGES[damage](message_of(2), at, mask)
-    tracemalloc.start()
-    try:
-        message = messages.Message.from_bytes(damaged)
-        of_numpy = messages.decode(message)
-    except ValueError as error:
-        assert "\n" not in str(error) and len(str(error)) < 700
-        return
-    finally:
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert most < 100 * len(damaged) + 3_000_000
-    if not any("64" in leaf.dtype for leaf in message.leaves):  # JAX refuses these by name
-        of_jax = islands.decode(message)
-        assert of_jax.keys() == of_numpy.keys()
-        assert all(same_bits(of_jax[name], of_numpy[name]) for name in of_numpy)
-
-
-def test_a_body_of_any_bits_has_the_same_shapes_in_jax():
-    header, body = taken_apart(message_of())
-    noise = np.random.default_rng(1).bytes(len(body))
-    decoded = islands.decode(messages.Message.from_bytes(signed(header, noise)), like=TREE)
-    assert {name: leaf.shape for name, leaf in decoded.items()} == {
-        name: leaf.shape for name, leaf in TREE.items()
-    }
 
 
 def test_messages_need_no_jax(tmp_path):

@@ -59,14 +59,19 @@ def agree(*encoded: messages.Message, weights=None) -> None:
         assert same_bits(values, of_numpy[name]), name
 
 
+def agree_on(tree, method, seed: int) -> messages.Message:
+    """Compare decoders of what is encoded, and of any bytes in its place."""
+    message = islands.encode(tree, key=KEY, method=dataclasses.replace(ALL, method=method))
+    agree(message)
+    agree(random_body(message, seed))
+    return message
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_decoders_agree_on_what_is_encoded_and_on_any_bytes(method):
-    tree = {"w": values_of(3, 2000), "tail": values_of(1, 700)}
-    message = islands.encode(tree, key=KEY, method=dataclasses.replace(ALL, method=method))
+    message = agree_on({"w": values_of(3, 2000), "tail": values_of(1, 700)}, method, 0)
     assert {leaf.bucket for leaf in message.leaves} == {0}
-    agree(message)
-    agree(random_body(message, 0))
 
 
 @pytest.mark.slow
@@ -78,9 +83,7 @@ def test_the_decoders_agree_on_what_is_encoded_and_on_any_bytes(method):
 )
 def test_the_decoders_agree_on_all_shapes_and_dtypes(method, sizes, dtype, seed):
     tree = [values_of(seed + number, size, dtype) for number, size in enumerate(sizes)]
-    message = islands.encode(tree, key=KEY, method=dataclasses.replace(ALL, method=method))
-    agree(message)
-    agree(random_body(message, seed))
+    agree_on(tree, method, seed)
 
 
 @pytest.mark.slow
@@ -100,11 +103,7 @@ def test_the_decoders_agree_on_all_settings_of_dynamiq(bits, group_size, exponen
         spacing=spacing[0],
         gap_ratio=spacing[1],
     )
-    message = islands.encode(
-        [values_of(seed, 5000)], key=KEY, method=dataclasses.replace(ALL, method=method)
-    )
-    agree(message)
-    agree(random_body(message, seed))
+    agree_on([values_of(seed, 5000)], method, seed)
 
 
 def test_the_decoders_agree_on_small_parts_of_complex_numbers():
@@ -152,10 +151,9 @@ def test_the_body_is_what_a_worker_gathers(method):
     norms, payloads = jax.jit(jax.vmap(sent, axis_name="data"))(parts)
     for worker in range(2):
         message = islands.encode([parts[worker]], key=KEY, method=method)
-        before = (
-            b"" if norms is None else np.asarray(norms[worker]).reshape(2, -1)[worker].tobytes()
-        )
-        assert message.body == before + np.asarray(payloads[worker]).tobytes()
+        own = [] if norms is None else [norms[worker].reshape(2, -1)[worker]]
+        sent = [*own, payloads[worker]]
+        assert message.body == b"".join(np.asarray(array).tobytes() for array in sent)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ LAYER = (
 def test_a_tree_comes_back():
     message = islands.encode(TREE, key=KEY, method="blockint:8")
     back = messages.Message.from_bytes(message.to_bytes())
-    assert back == message
+    assert back == message and message.nbytes == len(message.to_bytes())
     tree = islands.decode(back, like=TREE)
     assert jax.tree.structure(tree) == jax.tree.structure(TREE)
     for decoded, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(TREE), strict=True):
@@ -94,11 +94,6 @@ def test_the_body_has_the_bytes_of_the_report(shapes, below, bucket_bytes):
     assert sum(leaf.bucket is None for leaf in message.leaves) == sum(
         leaf.method is None for leaf in report.leaves
     )
-
-
-def test_nbytes_are_those_that_travel():
-    message = islands.encode(TREE, key=KEY, method="bf16")
-    assert message.nbytes == len(message.to_bytes())
 
 
 def test_headers_are_small():
@@ -179,22 +174,14 @@ def test_a_sum_of_messages_is_one_in_float32_in_their_order():
 def test_weighted_sums_of_both_decoders_are_the_same(weights, seed):
     """No product is fused with a sum."""
     dtypes = ("float32", "bfloat16", "float16")
-    encoded = [
-        islands.encode(
-            {name: heavy_tailed(seed + number, (300,)).astype(name) for name in dtypes},
-            key=KEY,
-            method="exact",
-        )
-        for number in range(2)
-    ]
+    values = [heavy_tailed(seed + number, (300,)) for number in range(2)]
+    trees = [{name: each.astype(name) for name in dtypes} for each in values]
+    encoded = [islands.encode(tree, key=KEY, method="exact") for tree in trees]
     of_jax, of_numpy = (
         decode(*encoded, weights=weights) for decode in (islands.decode, messages.decode)
     )
     assert all(same_bits(of_jax[name], of_numpy[name]) for name in dtypes)
-    exact = sum(
-        float(np.float32(w)) * np.float64(heavy_tailed(seed + i, (300,)))
-        for i, w in enumerate(weights)
-    )
+    exact = np.tensordot(np.float32(weights).astype(float), np.float64(values), 1)
     np.testing.assert_allclose(of_jax["float32"], exact, rtol=1e-5, atol=1e-9)
 
 
@@ -203,11 +190,8 @@ def test_errors_of_encode():
         with pytest.raises(error, match=match):
             islands.encode(tree, **{"key": KEY, **kwargs})
 
-    refused(
-        ValueError,
-        r"StochasticBF16.* cannot be in a message. Give one of \['bf16'",
-        method=STOCHASTIC,
-    )
+    of_messages = r"StochasticBF16.* cannot be in a message. Give one of \['bf16'"
+    refused(ValueError, of_messages, method=STOCHASTIC)
     refused(ValueError, r"ErrorFeedback.* carries state", method="ef+dynamiq:3")
     refused(ValueError, "bucketing='striped'", method=dq.Compression(bucketing="striped"))
     refused(ValueError, "max_error=0.1 limits", method=dq.Compression(max_error=0.1))
@@ -225,7 +209,8 @@ def test_errors_of_encode():
 
 
 @pytest.mark.parametrize(
-    "weights", (0.5, "ab", [0.5], [[0.5, 0.5]], [0.5, np.nan], [0.5, [1.0]], [0.5, 1e300])
+    "weights",
+    (0.5, "ab", [0.5], [[0.5, 0.5]], [0.5, np.nan], [0.5, [1.0]], [0.5, 1e300], [0.5, "2"]),
 )
 def test_weights_that_are_no_numbers_are_refused(weights):
     message = islands.encode({"w": jnp.ones(4)}, key=KEY)
@@ -249,9 +234,6 @@ def test_errors_of_decode():
             decode(message, other)
         with pytest.raises(ValueError, match="of 1 and of 2 leaves"):
             decode(message, more)
-        for weights in ([1.0], [1.0, float("nan")], [1.0, "2"]):
-            with pytest.raises(ValueError, match="not 2 finite numbers"):
-                decode(message, message, weights=weights)
         with pytest.raises(ValueError, match="leaf 'x' has dtype int32"):
             decode(more, weights=[1.0])
     with pytest.raises(ValueError, match=r"has the leaf \('w', \(3,\)\), where like has \('v', "):
