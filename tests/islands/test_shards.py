@@ -16,7 +16,7 @@ from dynamiq_jax.islands import Islands, SharedFolder, Sparse
 from dynamiq_jax.islands._shards import Shard, check_cover, take_in
 from dynamiq_jax.islands.merging import hash_of
 from tests.support import island_shards, processes
-from tests.support.islands import PARAMS, Memory, moved, same, together
+from tests.support.islands import PARAMS, Memory, ended, moved, same, together
 
 PLAIN = {"method": "exact", "outer": optax.sgd(1.0)}
 SPECS = {
@@ -44,31 +44,26 @@ def run(layouts, rounds=2, store=None, **fields):
     own = {"count": len(layouts), "poll": 0.002, "store_every": 2, "deadline": float("inf")}
     fields = own | fields
     islands = [Islands(transport=store, name=name, **fields) for name in "abc"[: len(layouts)]]
-    calls = [
-        functools.partial(island.join, placed(PARAMS, SPECS[layout]))
-        for island, layout in zip(islands, layouts, strict=True)
-    ]
-    states = together(calls)
+    pairs = zip(islands, layouts, strict=True)
+    states = together([functools.partial(i.join, placed(PARAMS, SPECS[of])) for i, of in pairs])
     for number in range(rounds):
-        calls = [
-            functools.partial(
-                island.exchange,
-                placed(moved(state.reference, 10 * number + place), SPECS[layout]),
-                state,
-            )
-            for place, (island, state, layout) in enumerate(
-                zip(islands, states, layouts, strict=True)
-            )
+        params = [
+            placed(moved(state.reference, 10 * number + place), SPECS[layout])
+            for place, (state, layout) in enumerate(zip(states, layouts, strict=True))
         ]
-        states = together(calls)
+        states = ended(islands, states, params)
     return states, store
 
 
+def sgd(momentum: float) -> optax.GradientTransformation:
+    return optax.sgd(0.7, momentum=momentum, nesterov=bool(momentum))
+
+
 @functools.cache
-def whole(momentum: float):
+def whole(momentum: float, rounds: int = 2):
     """The reference of two islands of one device."""
-    outer = optax.sgd(0.7, momentum=momentum, nesterov=bool(momentum))
-    return jax.device_get(run(("one device",) * 2, method="exact", outer=outer)[0][0].reference)
+    states, _ = run(("one device",) * 2, rounds, method="exact", outer=sgd(momentum))
+    return jax.device_get(states[0].reference)
 
 
 @pytest.mark.parametrize("momentum", (0.0, 0.9))
@@ -76,12 +71,12 @@ def whole(momentum: float):
 @pytest.mark.parametrize("other", ("one device", "both"))
 def test_exact_changes_do_not_depend_on_how_leaves_are_split(one, other, momentum):
     """Also not of islands that split them in other ways. No file has a leaf that is split."""
-    outer = optax.sgd(0.7, momentum=momentum, nesterov=bool(momentum))
-    states, store = run((one, other), method="exact", outer=outer)
+    states, store = run((one, other), method="exact", outer=sgd(momentum))
     for state, layout in zip(states, (one, other), strict=True):
         assert same(state.reference, whole(momentum))
         wanted = placed(PARAMS, SPECS[layout])
-        for tree in (state.reference, state.residual, *_like(state.outer)):
+        of_outer = [leaf.trace for leaf in state.outer if hasattr(leaf, "trace") and leaf.trace]
+        for tree in (state.reference, state.residual, *of_outer):
             for name, leaf in tree.items():
                 assert leaf.sharding.is_equivalent_to(wanted[name].sharding, leaf.ndim)
     sizes = [len(data) for name, data in store.files.items() if name.startswith("parts/")]
@@ -91,27 +86,17 @@ def test_exact_changes_do_not_depend_on_how_leaves_are_split(one, other, momentu
     assert len([name for name in own if "/state/" not in name]) == split[one]
 
 
-def _like(outer):
-    """The momentum of an outer state."""
-    return [leaf.trace for leaf in outer if hasattr(leaf, "trace") and leaf.trace]
-
-
 @pytest.mark.parametrize("method", ("dynamiq:4", "mxfp4", Sparse(keep=16)), ids=str)
 def test_compressed_shards_are_near_and_the_same_on_all_islands(method):
     feedback = isinstance(method, Sparse)
     states, _ = run(("both", "one device"), method=method, feedback=feedback, rounds=3)
     assert same(states[0][:3], states[1][:3])
-    exact = whole_of_rounds(3)
-    change, known = (jax.tree.map(np.subtract, t, PARAMS) for t in (states[0].reference, exact))
+    trees = states[0].reference, whole(0.9, 3)
+    change, known = (jax.tree.map(np.subtract, tree, PARAMS) for tree in trees)
     error = sum(np.sum((change[n] - known[n]) ** 2) for n in PARAMS)
     assert 1e-6 < error / sum(np.sum(known[n] ** 2) for n in PARAMS) < (1 if feedback else 0.05)
     if feedback:
         assert all(np.any(state.residual["w"]) for state in states)
-
-
-@functools.cache
-def whole_of_rounds(rounds):
-    return jax.device_get(run(("one device",) * 2, rounds=rounds, method="exact")[0][0].reference)
 
 
 def test_who_joins_reads_states_of_other_shardings():
@@ -133,8 +118,8 @@ def test_an_island_of_a_damaged_part_is_left_out_by_name(damage, caplog):
     states, _ = run(("rows", "both"), store=Memory(written=written), **PLAIN)
     assert same(states[0][:3], states[1][:3])
     assert np.any(states[1].residual["w"]) and not np.any(states[0].residual["w"])
-    warnings = {record.getMessage() for record in caplog.records}
-    assert len(warnings) == 1 and "the change of 'b' is left out" in warnings.pop()
+    (warning,) = {*caplog.messages}
+    assert "the change of 'b' is left out" in warning
 
 
 def test_old_parts_are_deleted(tmp_path):

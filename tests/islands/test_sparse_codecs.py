@@ -11,19 +11,12 @@ from hypothesis import strategies as st
 
 from dynamiq_jax.islands import Sparse, _sparse
 from pallas_kernels import _native, native_sparse
+from tests.islands.test_sparse import SETTINGS
 from tests.support.message_bytes import same_bits
 from tests.support.native_calls import assert_shapes_are_checked, called
 
 needs_library = pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
-SETTINGS = (
-    Sparse(),
-    Sparse(keep=64, bits=2, gain=1.0),
-    Sparse(keep=1, chunk=256, bits=4, gain=0.5),
-    Sparse(keep=128, chunk=256, bits=3, gain=2.0),
-    Sparse(keep=37, chunk=512, bits=2),
-    Sparse(keep=5, chunk=65536, bits=1),
-    Sparse(keep=2048, bits=4),
-)
+MORE = (*SETTINGS, Sparse(keep=5, chunk=65536, bits=1), Sparse(keep=2048, bits=4))
 KINDS = ("usual", "whole", "zeros", "few", "equal", "special", "subnormal", "tiny", "huge", "bits")
 KINDS += ("between",)
 
@@ -62,16 +55,17 @@ def values_of(seed: int, size: int, chunk: int, kinds: list[str]) -> np.ndarray:
 def codec(sparse: Sparse, name: str):
     """The encoder and the decoder of a setting, on blocks."""
     form = sparse.format
-    if name == "jax":
-        encode = lambda rows: _sparse.encoded_in_jax(rows, form, sparse.gain)  # noqa: E731
-        return jax.jit(encode), jax.jit(lambda message: _sparse.decoded_in_jax(message, form))
     fields = {"keep": form.keep, "bits": form.bits}
 
     def encode(rows):
+        if name == "jax":
+            return _sparse.encoded_in_jax(rows, form, sparse.gain)
         size, factor = len(rows) * sum(form.widths), form.factor(sparse.gain)
         return native_sparse.encode(rows, size, **fields, factor=factor)
 
     def decode(message):
+        if name == "jax":
+            return _sparse.decoded_in_jax(message, form)
         shape = message.size // sum(form.widths), form.chunk
         return native_sparse.decode(message, shape, **fields)
 
@@ -92,7 +86,7 @@ CODECS = ("jax", pytest.param("native", marks=needs_library))
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("sparse", SETTINGS, ids=str)
+@pytest.mark.parametrize("sparse", MORE, ids=str)
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -174,9 +168,8 @@ def test_other_shapes_and_numbers_are_refused():
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
             called("sparse_decode", results, operands, numbers | wrong)
     run = jax.ffi.ffi_call(_native.target("sparse_encode"), jax.ShapeDtypeStruct((9,), jnp.uint8))
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"message has the shape \[9\], not \[384\]"
-    ):
+    words = r"message has the shape \[9\], not \[384\]"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         jax.block_until_ready(run(rows, **numbers, factor=factor))
 
 
