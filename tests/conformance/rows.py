@@ -18,36 +18,27 @@ class Row:
     """One method and the bounds of its laws, for sums of four workers with heavy tails."""
 
     method: Method
+    # Least and largest vNMSE of one sum. A ring has two compressions more than all to all.
     error: tuple[float, float]
-    """Least and largest vNMSE of one sum. A ring has two compressions more than all to all."""
+    # Use of the key: none; noise, whose mean is the sum; or a choice, which is biased.
     key: Literal["ignored", "noise", "choice"] = "ignored"
-    """Use of the key: none; noise, whose mean is the sum; or a choice, which is biased."""
-    bias: float = 0.0
-    """Most of the vNMSE that the mean over keys keeps, beside one part in keys."""
-    gain: tuple[float, float] = (-1e-3, 1e-3)
-    """Least and largest gain of the mean over keys, less one."""
-    reach: int | None = None
-    """Number of coordinates that are NaN with one of them, where it is fixed."""
-    most_lost: int | None = None
-    """Most coordinates that are NaN with one of them, where it is not fixed."""
-    recodes: bool = False
-    """True if each hop decodes, adds and encodes, with errors of one kind."""
-    stays: bool = False
-    """True if a value that is not finite changes no coordinate beyond its reach."""
+    bias: float = 0.0  # most of the vNMSE that the mean over keys keeps, beside one part in keys
+    gain: tuple[float, float] = (-1e-3, 1e-3)  # least and largest of the mean over keys, less one
+    reach: int | None = None  # coordinates that are NaN with one of them, where it is fixed
+    most_lost: int | None = None  # most of these coordinates, where it is not fixed
+    recodes: bool = False  # whether each hop decodes, adds and encodes, with errors of one kind
+    stays: bool = False  # whether a value that is not finite changes nothing beyond its reach
+    # False if sums of squares or products may be added in another order on a mesh.
     same_bits: bool = True
-    """False if sums of squares or products may be added in another order on a mesh."""
-    draws: bool = False
-    """True if it draws, indexes or counts in a way of its own."""
-    floats: bool = False
-    """True if its messages are float32, and False if they are integers."""
-    mesh: tuple[str, ...] = ("ring",)
-    """Topologies of the programs that are compiled for a mesh."""
+    draws: bool = False  # whether it draws, indexes or counts in a way of its own
+    floats: bool = False  # whether its messages are float32, and not integers
+    mesh: tuple[str, ...] = ("ring",)  # topologies of the programs that are compiled for a mesh
 
 
-def mx(name: str, *error: float, **fields) -> Row:
-    return Row(
-        method=resolve_method(name), error=error, reach=32, recodes=True, stays=True, **fields
-    )
+def blocks(name: str, *error: float, **fields) -> Row:
+    """Return the row of a method of blocks of 32."""
+    fields = {"reach": 32, "recodes": True, "stays": True} | fields
+    return Row(method=resolve_method(name), error=error, **fields)
 
 
 PRODUCT = {
@@ -58,18 +49,12 @@ PRODUCT = {
         method=dq.methods.BF16(), error=(2.8e-6, 7e-6), reach=1, stays=True, mesh=("all_to_all",)
     ),
     # Half of 1/127 of the largest value in a block.
-    "blockint": Row(
-        method=resolve_method("blockint"),
-        error=(5e-5, 1.1e-4),
-        reach=32,
-        recodes=True,
-        stays=True,
-    ),
+    "blockint": blocks("blockint", 5e-5, 1.1e-4),
     # Formats of one class differ in their elements alone.
-    "mxfp8": mx("mxfp8", 9e-4, 2.5e-3, mesh=()),
-    "mxfp6": mx("mxfp6", 9e-4, 2.2e-3, mesh=()),
-    "mxfp4": mx("mxfp4", 1.5e-2, 4e-2, mesh=("ring",)),
-    "mxint8": mx("mxint8", 1e-4, 2.6e-4, mesh=()),
+    "mxfp8": blocks("mxfp8", 9e-4, 2.5e-3, mesh=()),
+    "mxfp6": blocks("mxfp6", 9e-4, 2.2e-3, mesh=()),
+    "mxfp4": blocks("mxfp4", 1.5e-2, 4e-2, mesh=("ring",)),
+    "mxint8": blocks("mxint8", 1e-4, 2.6e-4, mesh=()),
     # On a mesh it has two widths, in `test_mesh.py`.
     "dynamiq": Row(
         method=dq.DynamiQ(), error=(9e-4, 1.9e-3), key="noise", bias=0.04, reach=256, mesh=()

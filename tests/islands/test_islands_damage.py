@@ -17,6 +17,7 @@ from dynamiq_jax.islands._records import Decision, opened, sealed
 from dynamiq_jax.islands.merging import too_large
 from tests.support.islands import (
     PARAMS,
+    PLAIN,
     Memory,
     ended,
     exchanged,
@@ -28,7 +29,7 @@ from tests.support.islands import (
 )
 
 # Whoever waits for an island, waits until the test ends with an error.
-FIELDS = {"method": "exact", "outer": optax.sgd(1.0), "deadline": float("inf")}
+FIELDS = {**PLAIN, "deadline": float("inf")}
 
 
 def foreign(tree):

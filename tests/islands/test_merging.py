@@ -16,6 +16,7 @@ from dynamiq_jax.islands.merging import clipped
 from tests.support.gradients import heavy_tailed
 from tests.support.islands import (
     PARAMS,
+    PLAIN,
     Memory,
     ended,
     exchanged,
@@ -25,8 +26,6 @@ from tests.support.islands import (
     same,
     together,
 )
-
-PLAIN = {"method": "exact", "outer": optax.sgd(1.0)}
 
 
 def mean_of(*trees):

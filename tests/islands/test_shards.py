@@ -16,9 +16,8 @@ from dynamiq_jax.islands import Islands, SharedFolder, Sparse
 from dynamiq_jax.islands._shards import Shard, check_cover, take_in
 from dynamiq_jax.islands.merging import hash_of
 from tests.support import island_shards, processes
-from tests.support.islands import PARAMS, Memory, ended, moved, same, together
+from tests.support.islands import PARAMS, PLAIN, Memory, ended, moved, same, together
 
-PLAIN = {"method": "exact", "outer": optax.sgd(1.0)}
 SPECS = {
     "one device": None,
     "rows": {"w": P("a"), "b": P()},

@@ -4,13 +4,12 @@ import threading
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from dynamiq_jax.islands import Islands, Sparse
-from tests.support.islands import PARAMS, Memory, joined, moved, near, same, together
+from tests.support.islands import PARAMS, PLAIN, Memory, joined, moved, near, same, together
 
-FIELDS = {"method": "exact", "outer": optax.sgd(1.0), "deadline": float("inf")}
+FIELDS = {**PLAIN, "deadline": float("inf")}
 
 
 def rounds_of(island, state, seeds):

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+import optax
 
 from dynamiq_jax.islands import Islands
 from tests.support.gradients import heavy_tailed
 
 _LOCK = threading.Lock()
 PARAMS = {"w": heavy_tailed(0, (40, 32)), "b": heavy_tailed(1, (7,))}
+PLAIN = {"method": "exact", "outer": optax.sgd(1.0)}  # fields of rounds that are easily predicted
 
 
 def moved(params, seed: int):

@@ -346,6 +346,12 @@ def simulated(function, workers=2):
     return jax.vmap(function, in_axes=None, axis_name="data", axis_size=workers)
 
 
+def trace_update(one: LocalSGD, other: LocalSGD, **due) -> None:
+    """Trace a step of one description with the state of another."""
+    step = simulated(lambda params: other.update(params, one.init(params), **due))
+    jax.eval_shape(step, start())
+
+
 MOMENTUM = optax.sgd(0.7, momentum=0.9)
 
 
@@ -375,11 +381,9 @@ def test_a_state_of_other_settings_is_refused(before, after, words):
         for fields in (before, after)
     )
     for due in (None, Due(None, None)):  # also in a step that sends nothing
-        step = simulated(lambda params, due=due: other.update(params, one.init(params), due=due))
         with pytest.raises(ValueError, match=words):
-            jax.eval_shape(step, start())
-    again = simulated(lambda params: one.update(params, one.init(params)))
-    jax.eval_shape(again, start())
+            trace_update(one, other, due=due)
+    trace_update(one, one)
 
 
 def test_a_state_of_other_parameters_is_refused():
@@ -401,7 +405,7 @@ def test_a_state_of_other_parameters_is_refused():
 def test_settings_that_may_change_in_a_run(fields):
     same = {"every": 4, "method": "ef+bf16", "outer": MOMENTUM}
     one, other = (LocalSGD(axis_name="data", **{**same, **each}) for each in ({}, fields))
-    jax.eval_shape(simulated(lambda params: other.update(params, one.init(params))), start())
+    trace_update(one, other)
 
 
 def test_the_outer_optimizer_decays_the_reference(data_mesh):
