@@ -61,12 +61,6 @@ def report_of(
     return dq.wire_report(shapes_of(tree or VECTOR), workers, how, **options)
 
 
-def half_of(method: Method, collective: str, topology: str, parts: int) -> int:
-    call = call_on(parts * int(np.prod(HALF["w"])), 4, topology, collective=collective)
-    cost = method.wire_cost(call)
-    return cost.statistics_bytes + 3 * cost.payload_bytes
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One collective on one mesh, and the bytes of its slow and of its fast axis."""
@@ -103,6 +97,17 @@ def hosts_case(topology: str, **fields: Any) -> Case:
     return case_of(local, report, workers=(2, 4), **fields)
 
 
+def half_of(method: Method, collective: str, topology: str, parts: int) -> int:
+    call = call_on(parts * int(np.prod(HALF["w"])), 4, topology, collective=collective)
+    cost = method.wire_cost(call)
+    return cost.statistics_bytes + 3 * cost.payload_bytes
+
+
+def scatter_case(method: Method, topology: str, **fields: Any) -> Case:
+    sent = half_of(method, "psum_scatter", topology, 1)
+    return Case(scattering(method, topology), sent, tree=HALF, replicated=False, **fields)
+
+
 def striped_case(stripe: int) -> Case:
     """A loop over three stripes, as long as that of a ring of four workers."""
     tree = {"a": (2 * stripe - 5,), "b": (40_000,)}
@@ -126,19 +131,8 @@ CASES = {
     "policy": tree_case(4, {"kernel": "blockint", "bias": "uncompressed", "": STOCHASTIC}),
     "striped with metrics": striped_case(2**16),  # the smallest bucket that leaves are cut for
     "mean": case_of(summing(STOCHASTIC, by=dq.pmean), report_of(STOCHASTIC)),
-    "psum_scatter unrolled": Case(
-        scattering(TWO_WIDTHS, "ring:unroll=True"),
-        half_of(TWO_WIDTHS, "psum_scatter", "ring:unroll=True", 1),
-        tree=HALF,
-        replicated=False,
-    ),
-    "psum_scatter all to all": Case(
-        scattering(STOCHASTIC, "all_to_all"),
-        half_of(STOCHASTIC, "psum_scatter", "all_to_all", 1),
-        tree=HALF,
-        check_vma=False,
-        replicated=False,
-    ),
+    "psum_scatter unrolled": scatter_case(TWO_WIDTHS, "ring:unroll=True"),
+    "psum_scatter all to all": scatter_case(STOCHASTIC, "all_to_all", check_vma=False),
     "all_gather ring": Case(
         gathering(TWO_WIDTHS), half_of(TWO_WIDTHS, "all_gather", "ring", 4), tree=HALF
     ),

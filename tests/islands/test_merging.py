@@ -62,8 +62,9 @@ def test_all_that_came_in_the_grace_count():
     assert near(after.reference, mean_of(*(moved(PARAMS, seed) for seed in (1, 2, 3))))
 
 
-def test_without_a_quorum_nothing_is_decided_and_a_warning_says_so(caplog):
-    islands, states = joined(Memory(), "ab", at_least=2, deadline=0.1, **PLAIN)
+def test_without_a_quorum_nothing_is_decided_and_an_island_says_so_seldom(caplog):
+    """Also if it waits for no island, so that each look is past the deadline."""
+    islands, states = joined(Memory(), "ab", at_least=2, deadline=0, count=1, **PLAIN)
 
     def last():
         time.sleep(0.5)
@@ -71,8 +72,9 @@ def test_without_a_quorum_nothing_is_decided_and_a_warning_says_so(caplog):
 
     _, after = together([lambda: exchanged(islands[:1], states[:1], [1]), last])
     assert near(after.reference, mean_of(moved(PARAMS, 1), moved(PARAMS, 2)))
-    assert len(caplog.messages) >= 2
-    assert all("1 of 2 changes came" in text for text in caplog.messages)
+    warnings = [text for text in caplog.messages if "1 of 2 changes came" in text]
+    assert 2 <= len(warnings) <= 4  # of some hundred looks
+    assert warnings[0].startswith("round 0: 1 of 2 changes came in 0 s.")
 
 
 # ----------------------------------------------------------------------------------------- norms
@@ -170,17 +172,21 @@ def test_a_run_with_signatures_is_joined_with_the_secret_alone():
 # ------------------------------------------------------------------------------------- residuals
 
 
-@pytest.mark.parametrize("decay", (1.0, 0.5))
-def test_what_sparse_messages_leave_out_comes_later(decay):
-    sparse = Sparse(keep=16, chunk=256, gain=1.0)
-    fields = {"method": sparse, "feedback": True, "decay": decay, "outer": optax.sgd(1.0)}
+SPARSE = Sparse(keep=16, chunk=256, gain=1.0)
+
+
+@pytest.mark.parametrize(("method", "decay"), ((SPARSE, 1.0), (SPARSE, 0.5), ("blockint:2", 1.0)))
+def test_what_messages_leave_out_comes_later(method, decay):
+    fields = {**PLAIN, "method": method, "feedback": True, "decay": decay}
     (island,), (state,) = joined(Memory(), "a", **fields)
     own = moved(PARAMS, 1)
     after = island.exchange(own, state)
     sent = jax.tree.map(np.subtract, state.reference, after.reference)
     change = jax.tree.map(np.subtract, PARAMS, own)
     assert near(after.residual, jax.tree.map(np.subtract, change, sent))
-    assert 0 < sum(np.count_nonzero(leaf) for leaf in jax.tree.leaves(sent)) <= 16 * 6
+    assert np.any(after.residual["w"])
+    count = sum(np.count_nonzero(leaf) for leaf in jax.tree.leaves(sent))
+    assert count > 0 and (method != SPARSE or count <= 16 * 6)
     # A round without a move sends the residual, decayed.
     last = island.exchange(after.reference, after)
     both = jax.tree.map(np.subtract, after.reference, last.reference)
