@@ -14,7 +14,6 @@ from dynamiq_jax.methods import Call, ChunkCodec, ChunkedMethod
 from pallas_kernels import native_sparse
 from pallas_kernels._jax.compat import match_varying, override
 from pallas_kernels._jax.platforms import platform_dependent
-from pallas_kernels.codec.arithmetic import Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,14 +77,11 @@ class Sparse(ChunkedMethod):
                 "Use it in islands.encode and islands.Islands, or give dq.DynamiQ(bits=4.0)."
             )
 
-        def encode(chunk: Array, place: Array, turn: Index) -> Array:
-            return encoded(chunk, self.format, self.gain)
-
-        def decode(message: Array, place: Array) -> Array:
-            return decoded(message, self.format)
-
-        local = call.local_chunks(values.astype(jnp.float32), self.chunk)
-        return RecodedChunks(local=local, encode=encode, decode=decode)
+        return RecodedChunks(
+            local=call.local_chunks(values.astype(jnp.float32), self.chunk),
+            encode=lambda values, chunk, turn: encoded(values, self.format, self.gain),
+            decode=lambda message, chunk: decoded(message, self.format),
+        )
 
 
 def encoded(values: Array, form: SparseFormat, gain: float) -> Array:

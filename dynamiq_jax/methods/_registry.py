@@ -78,12 +78,8 @@ METHODS = Registry(
     group="dynamiq_jax.methods",
 )
 # Names in the distribution of research, for the error where it is not installed.
-OF_RESEARCH = frozenset(
-    (
-        *("arc_top_k", "entropy_coded", "flash_communication", "marsit", "omnireduce", "powersgd"),
-        *("rand_k", "split_sketch", "thc", "top_k", "topk_chunked", "ef21m", "gc"),
-    )
-)
+OF_RESEARCH = {"arc_top_k", "ef21m", "entropy_coded", "flash_communication", "gc", "marsit"}
+OF_RESEARCH |= {"omnireduce", "powersgd", "rand_k", "split_sketch", "thc", "top_k", "topk_chunked"}
 # Methods with other defaults.
 PRESETS: dict[str, Factory] = {
     "paper": DynamiQ.paper,

@@ -81,11 +81,7 @@ class Fragments:
             least = min(free, key=lambda number: filled[number])
             filled[least] += max(size, 1)  # a leaf without elements counts too
             members[least][index] = piece
-        paths = [
-            jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        shapes = [np.shape(leaf) for leaf in leaves]
-        names = (_name(number, each, paths, shapes) for number, each in enumerate(members))
+        names = (_name(number, each, tree) for number, each in enumerate(members))
         return Fragments(tuple(members), tuple(names))
 
     def take(self, tree: Tree, number: int) -> Tree:
@@ -127,17 +123,14 @@ def _cut(shape: tuple[int, ...], spec: PartitionSpec, wanted: int) -> list[Slice
     ]
 
 
-def _name(
-    number: int,
-    members: dict[int, Slice | None],
-    paths: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-) -> str:
-    pieces = [
-        [paths[index], shapes[index], dataclasses.astuple(piece) if piece else None]
-        for index, piece in sorted(members.items())
-    ]
-    return state_name(f"fragment {number}", [paths[index] for index in sorted(members)], pieces)
+def _name(number: int, members: dict[int, Slice | None], tree: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    pieces = []
+    for index, piece in sorted(members.items()):
+        path, leaf = leaves[index]
+        place = dataclasses.astuple(piece) if piece else None
+        pieces.append([jax.tree_util.keystr(path), np.shape(leaf), place])
+    return state_name(f"fragment {number}", [path for path, *_ in pieces], pieces)
 
 
 def _bytes(leaf: Any) -> int:

@@ -45,14 +45,10 @@ def weighted_sum(
     leaves_of: Callable[[Message], Sequence[Any]],
     flush: Callable[[Any], Any],
 ) -> Sequence[Any]:
-    """Add up the leaves of messages; see `decode`.
+    """Add up the leaves of messages, which are arrays; see `decode`.
 
-    Args:
-      messages: the messages.
-      weights: their factors, or None.
-      leaves_of: function of a message to its leaves, arrays.
-      flush: function of an array to one without subnormal numbers, as the vector units of most
-        hardware compute; one that returns its argument where they do.
+    `flush` returns an array without subnormal numbers, as the vector units of most hardware
+    compute, or as it is where they do.
     """
     _check(messages, weights)
     if len(messages) == 1 and weights is None:

@@ -231,7 +231,8 @@ class DynamiQFormat:
             codes = np.zeros((part.stop - part.start, LANES), np.uint16)
             for bit, count in enumerate(plane_rows - part.start):
                 taken = planes[starts[bit] + part.start :][: max(0, min(count, len(codes)))]
-                codes[: len(taken)] |= _unpack_plane(taken) << np.uint16(bit)
+                bits = np.unpackbits(taken[:, None, :], axis=1, bitorder="little")  # section 5
+                codes[: len(taken)] |= bits.reshape(-1, LANES).astype(np.uint16) << np.uint16(bit)
             scales = product(groups[part].astype(np.float32), steps[part])
             magnitudes = positions[offsets[widths[part]][:, None] + (codes >> np.uint16(1))]
             signed = np.where(codes & np.uint16(1), -magnitudes, magnitudes)
@@ -354,12 +355,6 @@ def element_values(element: str) -> NDArray[np.float64]:
 
 def _row_blocks(rows: int) -> list[slice]:
     return [slice(start, min(start + _BLOCK, rows)) for start in range(0, rows, _BLOCK)]
-
-
-def _unpack_plane(plane: Numbers) -> Numbers:
-    """Unpack uint8 [rows, 32] to the bits of lanes, uint16 [rows, 256]; section 5."""
-    bits = np.unpackbits(plane[:, None, :], axis=1, bitorder="little")
-    return bits.reshape(len(plane), LANES).astype(np.uint16)
 
 
 def _unpack_codes(planes: Numbers, rows: int, width: int, part: slice) -> Numbers:
