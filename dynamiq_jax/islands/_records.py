@@ -98,11 +98,9 @@ class Sent(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes, island: str) -> "Sent":
-        """Check and read the content of a file.
+        """Check and read what `to_bytes` returned, or the bytes of a message alone.
 
-        Args:
-          content: what `to_bytes` returned, or the bytes of a message alone.
-          island: who has sent a message of whole leaves.
+        A list of parts names the island that has sent it.
 
         Raises:
           ValueError: no change and no state, or a damaged one.

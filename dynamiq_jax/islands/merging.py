@@ -115,11 +115,7 @@ def copies(changes: Mapping[Name, Findings], limit: float) -> dict[Name, str]:
 
     Sparse changes of islands that train on data of their own have few coordinates in common. A copy
     with other values has nearly all. One of an island that splits its leaves in other ways is not
-    found.
-
-    Args:
-      changes: those that count, in order.
-      limit: largest share of the nonzero coordinates that two may have in common; 1 for none.
+    found. `limit` is the largest share of nonzero coordinates that two may share; 1 for none.
     """
     found: dict[Name, str] = {}
     digests: dict[str, Name] = {}

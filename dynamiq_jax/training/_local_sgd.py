@@ -251,10 +251,7 @@ class LocalSGD:
         )
         for name, part in fragments.split(params).items():
             check_outer(state, name, jax.eval_shape(self.outer.init, part))
-            names: tuple[str, ...] = ()
-            if is_stateful:
-                names = all_names(self._plan(part))
-            check_method(state, name, names)
+            check_method(state, name, all_names(self._plan(part)) if is_stateful else ())
 
     def _plan(self, part: Any) -> Plan:
         """Plan the mean of a fragment."""

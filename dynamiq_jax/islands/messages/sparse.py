@@ -120,15 +120,7 @@ class SparseFormat:
         return np.asarray(self.written(np, kept, places, bits, gain))
 
     def parts(self, message: Any, blocks: int) -> list[Any]:
-        """Cut the bytes of all blocks into scales, high bits, low bits and codes.
-
-        Args:
-          message: uint8, as `sections` says.
-          blocks: number of blocks.
-
-        Returns:
-          Four arrays, uint8 [blocks, bytes].
-        """
+        """Cut the bytes of all blocks into the parts of `widths`, uint8 [blocks, bytes] each."""
         ends = itertools.accumulate((blocks * width for width in self.widths), initial=0)
         return [
             message[end : end + blocks * width].reshape(blocks, width)
