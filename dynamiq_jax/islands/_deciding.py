@@ -69,9 +69,8 @@ class Judge:
                 left_out[name] = str(error)
         norms = {name: change.norm for name, change in found.items()}
         left_out |= too_large(norms, self.norm_limit)
-        left_out |= copies(
-            {name: of for name, of in found.items() if name not in left_out}, self.overlap
-        )
+        counting = {name: change for name, change in found.items() if name not in left_out}
+        left_out |= copies(counting, self.overlap)
         members = {name: digest for name, digest in digests.items() if name not in left_out}
         factors = clipped({name: norms[name] for name in members}) if self.clip else {}
         notes = RoundNotes(files.name, waited, sizes, files.losses(number, came))

@@ -52,14 +52,12 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
     """
     # Each operation is a program of its own: fused with an addition, a product rounds once.
     leaves = weighted_sum(messages, weights, _leaves_of, lambda leaf: leaf)
-    first = messages[0].leaves
-    arrays = [
-        values.astype(jnp.dtype(leaf.dtype)) for leaf, values in zip(first, leaves, strict=True)
-    ]
+    pairs = zip(messages[0].leaves, leaves, strict=True)
+    arrays = {leaf.name: values.astype(jnp.dtype(leaf.dtype)) for leaf, values in pairs}
     if like is None:
-        return {leaf.name: array for leaf, array in zip(first, arrays, strict=True)}
-    _check_like(first, like)
-    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+        return arrays
+    _check_like(messages[0].leaves, like)
+    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
 def _leaves_of(message: Message) -> list[Array]:

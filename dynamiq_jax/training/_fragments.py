@@ -117,10 +117,8 @@ def _cut(shape: tuple[int, ...], spec: PartitionSpec, wanted: int) -> list[Slice
     bounds = np.linspace(0, extents[dimension], min(wanted, extents[dimension]) + 1).astype(int)
     if len(bounds) < 3:
         return [None]
-    return [
-        Slice(dimension, int(start), int(stop - start))
-        for start, stop in itertools.pairwise(bounds)
-    ]
+    pairs = itertools.pairwise(bounds.tolist())
+    return [Slice(dimension, start, stop - start) for start, stop in pairs]
 
 
 def _name(number: int, members: dict[int, Slice | None], tree: Any) -> str:

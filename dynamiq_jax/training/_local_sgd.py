@@ -134,10 +134,8 @@ class LocalSGD:
         if mesh is not None and request.compression.specs is None:
             request = request.with_specs(P())
         self._request.compression.policy.methods(params)
-        return tuple(
-            report_of(request, fragment, axis_size, mesh=mesh)
-            for fragment in jax.eval_shape(self.split, params)
-        )
+        parts = jax.eval_shape(self.split, params)
+        return tuple(report_of(request, part, axis_size, mesh=mesh) for part in parts)
 
     def due(self, step: int) -> Due:
         """Return which fragments a step sends and applies, counted from 0."""
@@ -294,10 +292,7 @@ class LocalSGD:
 
     def _choose(self, act: Callable[[int, Any], Any], taken: Array, carry: Any) -> Any:
         """Act on the fragment that has its turn, if one has."""
-        branch = sum(
-            jnp.where(self._is_turn(fragment, taken), fragment + 1, 0)
-            for fragment in range(self.fragments)
-        )
+        branch = sum(jnp.where(self._is_turn(f, taken), f + 1, 0) for f in range(self.fragments))
         turns = [functools.partial(act, fragment) for fragment in range(self.fragments)]
         return lax.switch(branch, [lambda carry: carry, *turns], carry)
 
@@ -322,10 +317,9 @@ class LocalSGD:
         if state.method:
             state = state._replace(method={**state.method, name: outcome.states})
         if self.delay:
-            pending = {
-                timing: {**state.pending[timing], name: outcome.tree} for timing in self._timing
-            }
-            return params, state._replace(pending=pending)
+            (timing,) = self._timing
+            pending = {**state.pending[timing], name: outcome.tree}
+            return params, state._replace(pending={timing: pending})
         return self._step(fragments, fragment, outcome.tree, (params, state))
 
     def _apply(
@@ -356,8 +350,6 @@ class LocalSGD:
             return mixed.astype(local.dtype)
 
         own = jax.tree.map(merged, after, fragments.take(params, fragment))
-        state = state._replace(
-            reference=fragments.put(state.reference, fragment, after),
-            outer={**state.outer, name: outer},
-        )
+        reference = fragments.put(state.reference, fragment, after)
+        state = state._replace(reference=reference, outer={**state.outer, name: outer})
         return fragments.put(params, fragment, own), state

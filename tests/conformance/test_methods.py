@@ -279,12 +279,10 @@ def test_a_sum_is_scattered_parts_that_are_gathered(name):
 def test_methods_that_cannot_scatter_or_gather_say_so(name):
     """Also where every leaf stays exact."""
     for function in (dq.psum_scatter, dq.all_gather):
-        with pytest.raises(
-            ValueError, match=rf"method=.* cannot be used in dq\.{function.__name__}\. Use"
-        ):
-            simulated(lambda key, x, f=function: f(x, "data", key=key, method=CASES[name]))(
-                KEY, np.zeros((2, 2), np.float32)
-            )
+        run = simulated(lambda key, x, f=function: f(x, "data", key=key, method=CASES[name]))
+        words = rf"method=.* cannot be used in dq\.{function.__name__}\. Use"
+        with pytest.raises(ValueError, match=words):
+            run(KEY, np.zeros((2, 2), np.float32))
 
 
 @pytest.mark.parametrize("function", (dq.psum, dq.pmean))
@@ -327,10 +325,8 @@ def test_numbers_that_are_packed_for_the_way_have_the_same_sum(topology):
     def local(key, flat, method):
         return dq.psum(flat, "data", dq.Compression(method, topology), key=key)
 
-    ours, exact = (
-        simulated(functools.partial(local, method=method))(KEY, gradient())
-        for method in (Packed(), Exact())
-    )
+    runs = [simulated(functools.partial(local, method=how)) for how in (Packed(), Exact())]
+    ours, exact = (run(KEY, gradient()) for run in runs)
     np.testing.assert_array_equal(ours, exact)
 
 

@@ -96,9 +96,8 @@ def test_a_large_change_is_scaled_to_the_median():
     changes = [jax.tree.map(lambda a, b: np.subtract(b, a, dtype=float), PARAMS, p) for p in params]
     norms = [np.linalg.norm([*map(np.linalg.norm, jax.tree.leaves(c))]) for c in changes]
     factors = [min(1, np.median(norms) / norm) for norm in norms]
-    scaled = [
-        jax.tree.map(lambda leaf, f=f: f * leaf, c) for f, c in zip(factors, changes, strict=True)
-    ]
+    pairs = zip(factors, changes, strict=True)
+    scaled = [jax.tree.map(lambda leaf, f=f: f * leaf, change) for f, change in pairs]
     wanted = jax.tree.map(np.add, PARAMS, mean_of(*scaled))
     assert min(factors) < 0.03 and near(after[0].reference, wanted)
 

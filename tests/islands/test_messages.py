@@ -23,6 +23,7 @@ from tests.support.message_bytes import PREFIX, same_bits, taken_apart
 from tests.support.workers import STOCHASTIC
 
 KEY = jax.random.key(0)
+DECODERS = islands.decode, messages.decode
 TREE = {
     "layers": [{"kernel": heavy_tailed(0, (64, 33)), "bias": heavy_tailed(1, (64,))}],
     "half": heavy_tailed(2, (40, 40)).astype(jnp.bfloat16),
@@ -115,12 +116,9 @@ def test_headers_are_small():
 def header_bytes(names, shapes):
     """Length of a header of many buckets, whose body does not matter."""
     (form,) = islands.encode([np.zeros((512, 64), np.float32)], key=KEY).formats
-    rows = zip(names, shapes, strict=True)
-    leaves = tuple(
-        messages.Leaf(name, shape, "float32", number // 20)
-        for number, (name, shape) in enumerate(rows)
-    )
-    return messages.Message(leaves, (form,) * (leaves[-1].bucket + 1), b"").nbytes
+    buckets = [number // 20 for number in range(len(names))]
+    leaves = map(messages.Leaf, names, shapes, ["float32"] * len(names), buckets)
+    return messages.Message(tuple(leaves), (form,) * (buckets[-1] + 1), b"").nbytes
 
 
 @pytest.mark.parametrize("count", (600, 3000))
@@ -177,9 +175,7 @@ def test_weighted_sums_of_both_decoders_are_the_same(weights, seed):
     values = [heavy_tailed(seed + number, (300,)) for number in range(2)]
     trees = [{name: each.astype(name) for name in dtypes} for each in values]
     encoded = [islands.encode(tree, key=KEY, method="exact") for tree in trees]
-    of_jax, of_numpy = (
-        decode(*encoded, weights=weights) for decode in (islands.decode, messages.decode)
-    )
+    of_jax, of_numpy = (decode(*encoded, weights=weights) for decode in DECODERS)
     assert all(same_bits(of_jax[name], of_numpy[name]) for name in dtypes)
     exact = np.tensordot(np.float32(weights).astype(float), np.float64(values), 1)
     np.testing.assert_allclose(of_jax["float32"], exact, rtol=1e-5, atol=1e-9)
@@ -214,7 +210,7 @@ def test_errors_of_encode():
 )
 def test_weights_that_are_no_numbers_are_refused(weights):
     message = islands.encode({"w": jnp.ones(4)}, key=KEY)
-    for decode in (islands.decode, messages.decode):
+    for decode in DECODERS:
         with pytest.raises(ValueError, match=r"weights=.* are not 2 finite numbers"):
             decode(message, message, weights=weights)
         (halved,) = decode(message, message, weights=jnp.array([0.5, 0.25])).values()
@@ -225,7 +221,7 @@ def test_errors_of_decode():
     message = islands.encode({"w": np.ones(3, np.float32)}, key=KEY)
     other = islands.encode({"w": np.ones(4, np.float32)}, key=KEY)
     more = islands.encode({"w": np.ones(3, np.float32), "x": np.ones(3, np.int32)}, key=KEY)
-    for decode in (islands.decode, messages.decode):
+    for decode in DECODERS:
         with pytest.raises(ValueError, match="no message to decode"):
             decode()
         with pytest.raises(TypeError, match=r"a message is a bytes\. Give what islands.encode"):
@@ -281,6 +277,6 @@ RELEASED = np.load(Path(__file__).parent / "messages_0.2.0.npz")
 def test_messages_of_the_release_before_are_read(name):
     """Made and decoded by `dq.encode` and `dq.decode` of 0.2.0."""
     message = messages.Message.from_bytes(RELEASED[name].tobytes())
-    for decode in (islands.decode, messages.decode):
+    for decode in DECODERS:
         for leaf, values in decode(message).items():
             assert same_bits(values, RELEASED[f"{name}.{leaf}"])

@@ -23,14 +23,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url():
-    keys = {
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in keys.items():
-            patch.setenv(name, value)
+        patch.setenv("AWS_ACCESS_KEY_ID", "a")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         running = server.ThreadedMotoServer(port=0, verbose=False)
         running.start()
         host, port = running.get_host_and_port()
@@ -51,11 +47,7 @@ def test_of_many_writers_of_a_name_one_succeeds(url):
     written = [os.urandom(1000) for _ in stores]
     for name in range(5):
         with concurrent.futures.ThreadPoolExecutor(len(stores)) as pool:
-            calls = [
-                pool.submit(s.put, f"a/{name}", data)
-                for s, data in zip(stores, written, strict=True)
-            ]
-        won = [call.result() for call in calls]
+            won = [*pool.map(lambda s, data, n=name: s.put(f"a/{n}", data), stores, written)]
         assert sum(won) == 1
         assert {s.get(f"a/{name}") for s in stores} == {written[won.index(True)]}
     assert stores[0].names("a") == [str(name) for name in range(5)]
@@ -83,8 +75,7 @@ def test_a_run_with_signatures(url):
 def test_islands_of_processes_hold_the_bits_of_a_folder(url, tmp_path):
     """Two islands of two processes of two devices each."""
     store(url, "processes")  # makes the bucket
-    s3, folder = (
-        ends_of_processes(place, 2, 2, False) for place in (f"{url}/processes", str(tmp_path))
-    )
+    places = f"{url}/processes", str(tmp_path)
+    s3, folder = (ends_of_processes(place, 2, 2, False) for place in places)
     assert s3[0] == folder[0]
     assert all(np.array_equal(value, folder[1][key]) for key, value in s3[1].items())

@@ -194,8 +194,7 @@ def ends_of_processes(place, count, devices, ahead):
 @pytest.mark.parametrize("ahead", (False, True), ids=("exchange", "start_exchange"))
 def test_islands_of_processes_hold_the_bits_of_islands_of_one(tmp_path, ahead):
     """Two islands of two processes of two devices, and of one process of four."""
-    several, one = (
-        ends_of_processes(str(tmp_path / str(count)), count, 4 // count, ahead) for count in (2, 1)
-    )
+    runs = [(str(tmp_path / str(count)), count, 4 // count, ahead) for count in (2, 1)]
+    several, one = (ends_of_processes(*run) for run in runs)
     assert several[0] == one[0] and several[1].keys() == one[1].keys()
     assert all(np.array_equal(value, one[1][key]) for key, value in several[1].items())

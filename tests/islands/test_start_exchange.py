@@ -54,9 +54,8 @@ def test_each_change_counts_once(count):
 
 
 def test_what_a_sparse_message_leaves_out_is_sent_later():
-    (island,), (state,) = joined(
-        Memory(), "a", **{**FIELDS, "method": Sparse(keep=64, gain=1.0)}, feedback=True
-    )
+    fields = {**FIELDS, "method": Sparse(keep=64, gain=1.0), "feedback": True}
+    (island,), (state,) = joined(Memory(), "a", **fields)
     state, changes = rounds_of(island, state, range(5))
     total = jax.tree.map(lambda *leaves: sum(leaves), *changes)
     for name in PARAMS:

@@ -35,15 +35,15 @@ def moved(params, number):
 
 
 def memories(tree):
-    return {
-        leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if hasattr(leaf, "sharding")
-    }
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "sharding")]
+    return {leaf.sharding.memory_kind for leaf in leaves}
 
 
 def rounds(islands, params, count=5, ahead=False):
     """States after rounds, of which some repeat the steps of stored states."""
     state, exchange = islands.join(params), None
-    params = jax.device_put(state.reference, jax.tree.map(lambda leaf: leaf.sharding, params))
+    places = jax.tree.map(lambda leaf: leaf.sharding, params)
+    params = jax.device_put(state.reference, places)
     for number in range(count):
         params = moved(params, number)
         if ahead:
@@ -52,9 +52,7 @@ def rounds(islands, params, count=5, ahead=False):
             params = exchange.params
         else:
             state = islands.exchange(params, state)
-            params = jax.tree.map(
-                lambda a, b: jax.device_put(a, b.sharding), state.reference, params
-            )
+            params = jax.device_put(state.reference, places)
     return state if exchange is None else exchange.result()
 
 
@@ -71,10 +69,9 @@ def test_states_on_hosts_have_the_same_bits_and_leave_the_devices(tmp_path, devi
     assert memories(joined) == {"pinned_host"}
     assert same((joined.reference, joined.outer), (state.reference, state.outer))
     if devices > 1:
-        specs = [
-            jax.tree.map(lambda leaf: leaf.sharding.spec, t) for t in (params, state.reference)
-        ]
-        assert specs[0] == specs[1]
+        trees = params, state.reference
+        one, other = (jax.tree.map(lambda leaf: leaf.sharding.spec, tree) for tree in trees)
+        assert one == other
 
 
 @pytest.mark.parametrize("place", ("device", "host"))

@@ -136,9 +136,8 @@ def test_a_rounded_codec_carries_the_values_of_a_compression_with_the_same_turn(
 def all_to_all(method: dq.DynamiQ, reorders: bool = True):
     """Return a function of (key, values) to their sum, with sums ordered again or not."""
     del reorders  # which the code is patched for, where this traces
-    return simulated(
-        lambda key, g: dq.psum(g, "data", key=key, method=dq.Compression(method, "all_to_all"))
-    )
+    how = dq.Compression(method, "all_to_all")
+    return simulated(lambda key, g: dq.psum(g, "data", how, key=key))
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,6 @@ class Silent(dq.methods.Exact):
 
 def test_a_method_that_does_not_say_what_it_leaves_out():
     reduce = dq.all_reduce_gradients("data", method=ErrorFeedback(inner=Silent()))
-    with pytest.raises(
-        ValueError, match=r"inner=.*Silent\(\) does not return the values that it applied"
-    ):
+    words = r"inner=.*Silent\(\) does not return the values that it applied"
+    with pytest.raises(ValueError, match=words):
         simulated(lambda _, g: reduce.update(g, reduce.init(g)))(KEY, gradients()[:, 0])

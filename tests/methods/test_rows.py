@@ -55,11 +55,8 @@ def relative_errors(method: DynamiQ, topology: str, workers: int, bucketing: str
 @functools.cache
 def measured(bits: float, path: tuple[str, int], bucketing: str) -> tuple[np.ndarray, np.ndarray]:
     """Errors with the default widths, and with all of them."""
-    default, all_widths = (
-        relative_errors(DynamiQ(bits=bits, widths=widths), *path, bucketing)
-        for widths in (None, FROM_2)
-    )
-    return default, all_widths
+    methods = [DynamiQ(bits=bits, widths=widths) for widths in (None, FROM_2)]
+    return tuple(relative_errors(method, *path, bucketing) for method in methods)
 
 
 FAST = ((5.0, ("all_to_all", 4), "striped"),)

@@ -376,10 +376,8 @@ MOMENTUM = optax.sgd(0.7, momentum=0.9)
 )
 def test_a_state_of_other_settings_is_refused(before, after, words):
     """Every array of it may have the shape that is needed."""
-    one, other = (
-        LocalSGD(axis_name="data", **{"every": 4, "method": "bf16", **fields})
-        for fields in (before, after)
-    )
+    fields = {"every": 4, "method": "bf16"}
+    one, other = (LocalSGD(axis_name="data", **fields | own) for own in (before, after))
     for due in (None, Due(None, None)):  # also in a step that sends nothing
         with pytest.raises(ValueError, match=words):
             trace_update(one, other, due=due)

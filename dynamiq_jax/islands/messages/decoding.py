@@ -33,10 +33,8 @@ def decode(*messages: Message, weights: Weights = None) -> dict[str, NDArray[Any
       ValueError: no message, messages of other leaves than the first, or weights that do not fit.
     """
     leaves = weighted_sum(messages, weights, _leaves_of, flushed)
-    return {
-        leaf.name: values.astype(dtype_of(leaf.dtype))
-        for leaf, values in zip(messages[0].leaves, leaves, strict=True)
-    }
+    pairs = zip(messages[0].leaves, leaves, strict=True)
+    return {leaf.name: values.astype(dtype_of(leaf.dtype)) for leaf, values in pairs}
 
 
 def weighted_sum(
