@@ -16,53 +16,49 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8
+from tests.methods.test_minifloat import LARGEST, code_values, expected_codes
 from tests.support import blocks_oracle
 from tests.support.gradients import of_workers
 from tests.support.workers import call_on, simulated
 
 KEY = jax.random.key(0)
 SIZE = 4096
-FORMATS = {  # method, type of the elements, largest magnitude, emax
-    "e4m3": (MXFP8(), ml_dtypes.float8_e4m3fn, 448, 8),
-    "e5m2": (MXFP8(element="e5m2"), ml_dtypes.float8_e5m2, 57344, 15),
-    "e2m3": (MXFP6(), ml_dtypes.float6_e2m3fn, 7.5, 2),
-    "e3m2": (MXFP6(element="e3m2"), ml_dtypes.float6_e3m2fn, 28, 4),
-    "e2m1": (MXFP4(), ml_dtypes.float4_e2m1fn, 6, 2),
-    "int8": (MXINT8(), None, 127 / 64, 0),
+METHODS = {
+    "e4m3": MXFP8(),
+    "e5m2": MXFP8(element="e5m2"),
+    "e2m3": MXFP6(),
+    "e3m2": MXFP6(element="e3m2"),
+    "e2m1": MXFP4(),
+    "int8": MXINT8(),
 }
-every_format = pytest.mark.parametrize("name", FORMATS)
+every_format = pytest.mark.parametrize("name", METHODS)
 # With and without codes for Inf, widest and narrowest, both ways to write a sign.
 some_formats = pytest.mark.parametrize("name", ("e5m2", "e2m1", "int8"))
 
 
 @functools.cache
 def psum(name: str):
-    method = FORMATS[name][0]
+    method = METHODS[name]
     return simulated(lambda key, g: dq.psum(g, "data", key=key, method=method))
 
 
 def encode_blocks(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The standard, in float64: float32 [rows, 256] to codes uint8 and scale bytes [rows, 8]."""
-    _, dtype, largest, emax = FORMATS[name]
     blocks = rows.reshape(len(rows), 8, 32).astype(np.float64)
     amax = np.abs(blocks).max(axis=2)
     floor_log2 = np.where(amax > 0, np.frexp(amax)[1] - 1, -1000)
+    emax = np.frexp(LARGEST[name])[1] - 1
     exponents = np.clip(floor_log2 - emax, -127, 127)
-    scaled = np.clip(np.ldexp(blocks, -exponents[:, :, None]), -largest, largest)
-    if dtype is None:
-        codes = np.rint(scaled * 64).astype(np.int8)
-    else:
-        codes = scaled.astype(np.float32).astype(dtype)
+    codes = expected_codes(np.ldexp(blocks, -exponents[:, :, None]), name)
     scales = np.ldexp(1.0, exponents).astype(ml_dtypes.float8_e8m0fnu)
-    return codes.view(np.uint8).reshape(rows.shape), scales.view(np.uint8)
+    return codes.reshape(rows.shape), scales.view(np.uint8)
 
 
 def decode_blocks(codes: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
     """Inverse of `encode_blocks`: float64 [rows, 256]."""
-    dtype = FORMATS[name][1]
-    values = codes.view(np.int8) / 64 if dtype is None else codes.view(dtype).astype(np.float64)
+    values = code_values(name)[codes].reshape(len(codes), 8, 32)
     steps = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-    return (values.reshape(len(codes), 8, 32) * steps[:, :, None]).reshape(codes.shape)
+    return (values * steps[:, :, None]).reshape(codes.shape)
 
 
 def rows_of(seed: int, num_rows: int = 3) -> np.ndarray:
@@ -81,13 +77,13 @@ def message_of(name: str):
     """Return a function of values to the message of the first of two chunks."""
 
     def message(flat):
-        return FORMATS[name][0].bind(flat, call_on(flat.size, 2), KEY).compress(jnp.int32(0), 0)
+        return METHODS[name].bind(flat, call_on(flat.size, 2), KEY).compress(jnp.int32(0), 0)
 
     return jax.jit(message)
 
 
 def expected_message(rows: np.ndarray, name: str) -> np.ndarray:
-    bits = FORMATS[name][0].format.bits
+    bits = METHODS[name].format.bits
     codes, scales = encode_blocks(rows, name)
     return blocks_oracle.payload(codes, bits, scales)
 
