@@ -17,7 +17,7 @@ from jax import lax
 
 import dynamiq_jax as dq
 from dynamiq_jax._core import Axis
-from dynamiq_jax.methods import Call, _norms
+from dynamiq_jax.methods import Call, _dynamiq
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import operations
 from pallas_kernels.codec import WIDTHS, Allocation, allocation
@@ -181,7 +181,7 @@ def test_replicas_agree_where_all_rows_tie(equal, monkeypatch):
 
         return wrong
 
-    monkeypatch.setattr(_norms, "l2_norm", imprecise(_norms.l2_norm))
+    monkeypatch.setattr(_dynamiq, "l2_norm", imprecise(_dynamiq.l2_norm))
     monkeypatch.setattr(operations, "statistics", imprecise(operations.statistics))
 
     def places(gradient: jax.Array):
