@@ -6,7 +6,7 @@ each equation that contracts them is such a sum. It becomes an equation of the p
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +79,6 @@ class Marker:
     def __init__(self, workers: WorkerAxis):
         self._workers = workers
         self._marked: dict[Any, tuple[Any, list[RowHint]]] = {}
-        self._parts: dict[Hashable, Callable[..., Any]] = {}  # of contractions
 
     def program(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         """Return a program with marked contractions, and the rows of its outputs, given those of
@@ -187,27 +186,12 @@ class Marker:
         """
         params = {
             "equation": equation,
-            "parts": split and self._parts_of(equation, tuple(split)),
+            "parts": split and unreduced.parts(equation, split, self._workers),
             "why_exact": why,
             "axes": (self._workers.axis,),
             "workers": self._workers,
         }
         return equation.replace(primitive=sum_over_rows, params=params)
-
-    def _parts_of(self, equation: Equation, split: tuple[Row, ...]) -> Callable[..., Any]:
-        """Return the function of a contraction to its parts, which JAX traces once for all that are
-        alike.
-        """
-        types = tuple(atom.aval for atom in (*equation.invars, *equation.outvars))
-        params = tuple(equation.params.items())
-        alike = equation.primitive, params, types, equation.ctx, split
-        try:
-            known = alike in self._parts
-        except TypeError:  # a parameter without a hash
-            return unreduced.parts(equation, split, self._workers)
-        if not known:
-            self._parts[alike] = jax.jit(unreduced.parts(equation, split, self._workers))
-        return self._parts[alike]
 
     def _constrained(self, equation: Equation, rows: RowHint) -> RowHint:
         """Rows lie where a sharding puts them."""

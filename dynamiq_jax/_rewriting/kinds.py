@@ -241,4 +241,5 @@ def size(atom: Any) -> Any:
 
 def is_one(atom: Any) -> bool:
     """Return whether a value is a single number."""
-    return all(size == 1 for size in _shape(atom))
+    shape = _shape(atom)
+    return shape.count(1) == len(shape)

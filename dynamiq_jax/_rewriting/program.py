@@ -72,7 +72,8 @@ class ScheduledStep:
 
 
 def scheduled(
-    fun: Callable[..., Any],
+    program: Any,
+    results: tuple[Leaves, Any],
     leaves: Leaves,
     shardings: Sequence[Any],
     in_specs: Any,
@@ -80,18 +81,18 @@ def scheduled(
     *,
     is_jitted: bool,
 ) -> ScheduledStep:
-    """Trace a step, mark the sums that the compiler places, find gradients, choose sums, and group
+    """Mark the sums of a step that the compiler places, find gradients, choose sums, and group
     them.
 
     Args:
-      fun: the step.
+      program: the step, traced.
+      results: its results by their types.
       leaves: those of its arguments.
       shardings: of the arrays of its arguments, or None.
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
-      is_jitted: whether `fun` is the result of `jax.jit`.
+      is_jitted: whether the step is the result of `jax.jit`.
     """
-    program, results = _traced(fun, leaves, is_jitted=is_jitted)
     known = [
         before if given is None else given
         for before, given in zip(shardings, equations.in_shardings(program), strict=True)
@@ -124,11 +125,11 @@ def scheduled(
     )
 
 
-def _traced(
+def traced(
     fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool
 ) -> tuple[Any, tuple[Leaves, Any]]:
-    """Return the program of a step, and its results by their types: leaves, and new arrays of
-    objects.
+    """Trace a step, and return its program, and its results by their types: leaves, and new arrays
+    of objects.
     """
 
     def flat(*arrays: Any) -> Any:

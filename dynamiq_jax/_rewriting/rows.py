@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -30,6 +30,10 @@ class WorkerAxis:
 
     axis: str
     mesh: Mesh | AbstractMesh
+    # Functions of equations, by what they depend on: JAX traces once those that are alike.
+    functions: dict[Hashable, Callable[..., Any]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def count(self) -> int:

@@ -29,10 +29,33 @@ def parts(
     """Return the function of a contraction to the result of each worker for its rows, which are
     along the dimensions `split` of the operands.
     """
+    return _shared(_parts, equation, tuple(split), workers)
+
+
+def _shared(
+    make: Callable[..., Any], equation: Equation, setting: tuple[Any, ...], workers: WorkerAxis
+) -> Callable[..., Any]:
+    """Return the function that is made of an equation, the same one of equations that are alike."""
+    values = [repr(getattr(atom, "val", None)) for atom in equation.invars]  # of literals
+    types = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+    params = equation.params.items()
+    alike = make, equation.primitive, *params, *types, *values, equation.ctx, *setting
+    try:
+        known = workers.functions.get(alike)
+    except TypeError:  # a parameter without a hash
+        return equations.in_context(equation, make(equation, setting, workers))
+    if known is None:
+        known = jax.jit(equations.in_context(equation, make(equation, setting, workers)))
+        workers.functions[alike] = known
+    return known
+
+
+def _parts(
+    equation: Equation, split: Sequence[Row], workers: WorkerAxis
+) -> Callable[..., list[Terms]]:
     in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
     function = in_parts(equations.without_shardings(equation), split, workers)
-    out = _spec_of_terms(equation.outvars[0], workers)
-    return equations.in_context(equation, _on_automatic_axes(function, workers, [out]))
+    return _on_automatic_axes(function, workers, [_spec_of_terms(equation.outvars[0], workers)])
 
 
 def _contracted(
@@ -101,6 +124,12 @@ def linear(
 
     It is of the inputs that are variables. Those that are no terms are the same for all workers.
     """
+    return _shared(_linear, equation, tuple(are_terms), workers)
+
+
+def _linear(
+    equation: Equation, are_terms: Sequence[bool], workers: WorkerAxis
+) -> Callable[..., Sequence[Terms]]:
     out = _spec_of_terms(equation.outvars[0], workers)
     if equation.primitive.name == "reshard":
         return lambda terms: [jax.sharding.reshard(terms, NamedSharding(_mesh(workers), out))]
@@ -118,7 +147,7 @@ def linear(
         results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)
         return [_split(each, workers) for each in results]
 
-    return equations.in_context(equation, _on_automatic_axes(mapped, workers, [out]))
+    return _on_automatic_axes(mapped, workers, [out])
 
 
 def zeros(value: Array, workers: WorkerAxis) -> Terms:

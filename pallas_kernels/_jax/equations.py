@@ -35,7 +35,10 @@ def is_program(value: Any) -> bool:
 def programs_in(equation: Equation) -> Iterator[Any]:
     """Yield the traced programs among the parameters of an equation."""
     for value in equation.params.values():
-        yield from filter(is_program, value if isinstance(value, tuple | list) else (value,))
+        if isinstance(value, _PROGRAMS):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from filter(is_program, value)
 
 
 def with_programs(equation: Equation, programs: Mapping[int, Any]) -> Equation:
@@ -69,17 +72,18 @@ _JITTED = type(jax.jit(lambda: None))
 def collective_axes(equation: Equation) -> frozenset[str]:
     """Return the axes of the surroundings over which an equation sends messages."""
     params = equation.params
-    axes: set[Any] = set()
+    axes: set[str] = set()
     if equation.primitive.name not in _SILENT:
         for name in ("axes", "axis_name"):
-            given = params.get(name, ())
-            axes.update(given if isinstance(given, tuple | list) else (given,))
+            if given := params.get(name):
+                given = given if isinstance(given, (tuple, list)) else (given,)
+                axes.update(axis for axis in given if isinstance(axis, str))
     for program in programs_in(equation):
         for each in opened(program)[0].eqns:
             axes |= collective_axes(each)
-    named = {axis for axis in axes if isinstance(axis, str)}
-    is_map = equation.primitive.name == "shard_map"
-    return frozenset(named - mapped_axes(equation) if is_map else named)
+    if equation.primitive.name == "shard_map":
+        axes -= mapped_axes(equation)
+    return frozenset(axes)
 
 
 def bound_axes(program: Any) -> frozenset[str]:
