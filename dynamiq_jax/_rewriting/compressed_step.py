@@ -1,10 +1,8 @@
 """Train step with compressed sums: traced, scheduled, and compiled for each kind of arguments."""
 
-import contextlib
 import functools
-import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +12,7 @@ from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan import recording
 from dynamiq_jax._rewriting.arguments import Leaves
 from dynamiq_jax._rewriting.evaluate import evaluate
-from dynamiq_jax._rewriting.program import ScheduledStep, scheduled, traced
+from dynamiq_jax._rewriting.program import ScheduledStep, collector_paused, scheduled
 from dynamiq_jax._rewriting.report import CompressReport, report_of
 from dynamiq_jax._rewriting.sums import Selection
 from dynamiq_jax._rewriting.unreduced import Metrics
@@ -176,7 +174,7 @@ class CompressedStep:
             (args, kwargs), _ = leaves.joined()
             key = check_key(self._key(*args, **kwargs), ())
         metrics: list[Metrics] | None = [] if self._request.measures else None
-        with _collector_paused():
+        with collector_paused():
             results = evaluate(
                 program.schedule, self._request, key, *leaves.arrays, metrics=metrics
             )
@@ -198,12 +196,9 @@ class CompressedStep:
           ValueError: there is no sum to compress.
         """
         selection = self._selection
-        is_jitted = self._is_jitted
-        found, results = traced(self._fun, leaves, is_jitted=is_jitted)
-        with _collector_paused():
-            program = scheduled(
-                found, results, leaves, shardings, self._in_specs, selection, is_jitted=is_jitted
-            )
+        program = scheduled(
+            self._fun, leaves, shardings, self._in_specs, selection, is_jitted=self._is_jitted
+        )
         self._check_unchanged()
         if not self._missing_ok:
             program.check_found(selection)
@@ -223,21 +218,6 @@ class CompressedStep:
                 "would happen only while it is traced. Return them, or compress the function "
                 "inside that takes and returns them."
             )
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the search for garbage in cycles, which takes a third of the time of a trace.
-
-    Most of the many objects of a trace live until it ends, and would be looked at again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _leaves_of(value: Any) -> list[Any]:

@@ -7,12 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.axes import find_axes
 from dynamiq_jax._inputs.request import Request
-from dynamiq_jax._inputs.shards import unknown_specs
 from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Constant, Value
 from dynamiq_jax._rewriting.steps import Compute, EvaluationSchedule, Messages, Reduce
@@ -89,7 +87,7 @@ def _reduce(
         of_group: Any = jax.random.fold_in(jax.random.key(0) if key is None else key, group.number)
         if key is None or group.around.times != 1:  # in a loop, a key is the same in all turns
             of_group = SampledKey(of_group)
-        outcome = run(collective, tree, of_group, request.with_specs(specs_of(group, request)))
+        outcome = run(collective, tree, of_group, request.with_specs(group.specs(request)))
         return outcome.tree, outcome.metrics
 
     if group.workers is not None:
@@ -108,28 +106,6 @@ def _reduce(
     else:
         totals, metrics = compressed(tree)
     return list(totals.values()), metrics
-
-
-def specs_of(group: Reduce, request: Request) -> Any:
-    """Return the specs of the terms of a group: one for all, those of each leaf, or None.
-
-    Raises:
-      MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
-        given nor known.
-    """
-    members, specs, whole = group.members, request.compression.specs, PartitionSpec()
-    if callable(specs):
-        return group.by_path(each.sent_spec(specs(each.description)) for each in members)
-    if specs is not None:
-        return specs
-    if group.workers is not None:  # the compiler gathers terms that are split otherwise
-        return group.by_path(each.sent_spec(each.spec or whole) for each in members)
-    if not group.automatic:
-        typed = [each.typed_spec for each in members]
-        return group.by_path(typed) if any(spec != whole for spec in typed) else None
-    if any(each.spec is None for each in members if each.why_exact is None):
-        raise unknown_specs(group.automatic)
-    return group.by_path(each.spec for each in members)
 
 
 def _in_order(

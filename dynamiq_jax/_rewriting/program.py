@@ -1,7 +1,9 @@
 """Programs of a step, one for each kind of arguments: the passes from its trace to its schedule."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -71,9 +73,23 @@ class ScheduledStep:
             )
 
 
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the search for garbage in cycles, which takes a third of the time of a trace.
+
+    Most of the many objects of a trace live until it ends, and would be looked at again and again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def scheduled(
-    program: Any,
-    results: tuple[Leaves, Any],
+    fun: Callable[..., Any],
     leaves: Leaves,
     shardings: Sequence[Any],
     in_specs: Any,
@@ -81,55 +97,58 @@ def scheduled(
     *,
     is_jitted: bool,
 ) -> ScheduledStep:
-    """Mark the sums of a step that the compiler places, find gradients, choose sums, and group
+    """Trace a step, mark the sums that the compiler places, find gradients, choose sums, and group
     them.
 
     Args:
-      program: the step, traced.
-      results: its results by their types.
+      fun: the step.
       leaves: those of its arguments.
       shardings: of the arrays of its arguments, or None.
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
-      is_jitted: whether the step is the result of `jax.jit`.
+      is_jitted: whether `fun` is the result of `jax.jit`.
     """
-    known = [
-        before if given is None else given
-        for before, given in zip(shardings, equations.in_shardings(program), strict=True)
-    ]
-    specs = _specs(leaves, known, in_specs)
-    workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
-    axes = equations.bound_axes(program).union(compat.axes_in_scope())
-    axes = axes.union(workers.mesh.axis_names if workers else ())
-    selection.check_bound(axes)
-    likely: dict[int, PartitionSpec] = {}
-    if workers is not None:
-        rows = [hint_of_spec(spec or (), workers) for spec in specs]
-        program, _ = Marker(workers).program(program, rows)
-        if len(workers.mesh.axis_names) > 1:
-            likely = specs_alike(results[0], leaves, specs)
-    marked = StepProgram(
-        program,
-        input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
-        output_specs=specs_of_shardings(equations.out_shardings(program)),
-        likely_specs=likely,
-    )
-    made, sums = schedule(chosen(*origins_of(marked), selection), selection, opens_all=is_jitted)
-    return ScheduledStep(
-        made,
-        tuple(each for each in sums if isinstance(each, Reduce)),
-        tuple(each for each in sums if isinstance(each, KeptSum)),
-        axes,
-        jax.tree.structure(results),
-        tuple(equations.donated_inputs(program)),
-    )
+    program, results = _traced(fun, leaves, is_jitted=is_jitted)
+    with collector_paused():
+        known = [
+            before if given is None else given
+            for before, given in zip(shardings, equations.in_shardings(program), strict=True)
+        ]
+        specs = _specs(leaves, known, in_specs)
+        workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
+        axes = equations.bound_axes(program).union(compat.axes_in_scope())
+        axes = axes.union(workers.mesh.axis_names if workers else ())
+        selection.check_bound(axes)
+        likely: dict[int, PartitionSpec] = {}
+        if workers is not None:
+            rows = [hint_of_spec(spec or (), workers) for spec in specs]
+            program, _ = Marker(workers).program(program, rows)
+            if len(workers.mesh.axis_names) > 1:
+                likely = specs_alike(results[0], leaves, specs)
+        marked = StepProgram(
+            program,
+            input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
+            output_specs=specs_of_shardings(equations.out_shardings(program)),
+            likely_specs=likely,
+        )
+        made, sums = schedule(
+            chosen(*origins_of(marked), selection), selection, opens_all=is_jitted
+        )
+        return ScheduledStep(
+            made,
+            tuple(each for each in sums if isinstance(each, Reduce)),
+            tuple(each for each in sums if isinstance(each, KeptSum)),
+            axes,
+            jax.tree.structure(results),
+            tuple(equations.donated_inputs(program)),
+        )
 
 
-def traced(
+def _traced(
     fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool
 ) -> tuple[Any, tuple[Leaves, Any]]:
-    """Trace a step, and return its program, and its results by their types: leaves, and new arrays
-    of objects.
+    """Return the program of a step, and its results by their types: leaves, and new arrays of
+    objects.
     """
 
     def flat(*arrays: Any) -> Any:

@@ -19,7 +19,6 @@ from dynamiq_jax._core.text import aligned, short_name
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax._rewriting.evaluate import specs_of
 from dynamiq_jax._rewriting.steps import KeptSum, Reduce
 from dynamiq_jax._rewriting.sums import ZEROS, Operation, Sum
 from pallas_kernels._jax.compat import override
@@ -159,7 +158,7 @@ def _plan_of(group: Reduce, tree: dict[str, Any], request: Request) -> Plan:
     over: Any = group.over
     mesh = group.workers.mesh if group.workers else group.around.mesh
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    specs = specs_of(group, request)
+    specs = group.specs(request)
     if specs is None or not set(over) <= set(mesh.axis_names):  # also axes of jax.vmap
         over = tuple(group.sizes.get(name) or lax.axis_size(name) for name in over)
         mesh = specs = None

@@ -14,7 +14,8 @@ from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.halves import AllGather, ReduceScatter
-from dynamiq_jax._inputs.shards import names_of
+from dynamiq_jax._inputs.request import Request
+from dynamiq_jax._inputs.shards import names_of, unknown_specs
 from dynamiq_jax._rewriting import unreduced
 from dynamiq_jax._rewriting.nodes import Node, StepProgram, Value, Variable
 from dynamiq_jax._rewriting.rows import WorkerAxis
@@ -183,6 +184,27 @@ class Reduce:
     def workers(self) -> WorkerAxis | None:
         """Workers of its sums, if the compiler places them."""
         return self.members[0].workers
+
+    def specs(self, request: Request) -> Any:
+        """Return the specs of the terms: one for all, those of each leaf, or None.
+
+        Raises:
+          MistakeError: the compiler manages an axis, and the spec of a term to compress is neither
+            given nor known.
+        """
+        members, specs, whole = self.members, request.compression.specs, PartitionSpec()
+        if callable(specs):
+            return self.by_path(each.sent_spec(specs(each.description)) for each in members)
+        if specs is not None:
+            return specs
+        if self.workers is not None:  # the compiler gathers terms that are split otherwise
+            return self.by_path(each.sent_spec(each.spec or whole) for each in members)
+        if not self.automatic:
+            typed = [each.typed_spec for each in members]
+            return self.by_path(typed) if any(spec != whole for spec in typed) else None
+        if any(each.spec is None for each in members if each.why_exact is None):
+            raise unknown_specs(self.automatic)
+        return self.by_path(each.spec for each in members)
 
     def collective(self, axes: Axes) -> Collective:
         """Return the collective of the group over axes, all or some of those of its sums."""
