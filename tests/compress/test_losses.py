@@ -316,6 +316,11 @@ def scaled(w, x):
     return jax.vjp(lambda w: squares(w, x), w)[1](jnp.float32(2**15))[0] / 2**15
 
 
+def of_two_scales(w, x):
+    """Divisions that differ in their number alone are done in front of one sum."""
+    return jax.grad(squares)(w, x) / 2 + jax.grad(squares)(w, jnp.tanh(x)) / 8
+
+
 def product_with_the_hessian(w, x):
     gradient = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
     return jax.grad(lambda w: jnp.vdot(gradient(w, x), W))(w)
@@ -345,6 +350,7 @@ TRANSFORMED = {
     "a named vmap": (averaged_by_name, (IN, OUT)),
     "several models": (of_several_models, (3, IN, OUT)),
     "a scale": (scaled, (IN, OUT)),
+    "two scales": (of_two_scales, (IN, OUT)),
     "a second derivative": (product_with_the_hessian, (IN, OUT)),
     "examples": (clipped_by_example, (IN, OUT)),
 }

@@ -1,5 +1,6 @@
 """The rest of a step: its buffers, effects, scopes and checkpoints are those that it had."""
 
+import gc
 import re
 
 import jax
@@ -40,6 +41,22 @@ def test_a_step_is_traced_once_for_arguments_of_one_kind(mesh):
         assert traces == [(X.shape[0] // 2, 32)]
         step(PARAMS, X[:8], Y[:8])
         assert len(traces) == 2
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_as_it_was(is_enabled, mesh):
+    """A trace pauses it, also one that ends in an error."""
+    if not is_enabled:
+        gc.disable()
+    try:
+        step = mapped(sgd, mesh)
+        dq.compress(step, "data", method=METHOD).trace(PARAMS, X, Y)
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(ValueError, match="no sum"):
+            dq.compress(step, "other", method=METHOD).trace(PARAMS, X, Y)
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
 
 
 def test_effects_keep_their_order(mesh):
