@@ -98,21 +98,15 @@ def all_reduce_gradients(
             f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
             "Give schedule.phase(step), or None."
         )
-    settings = {
-        "seed": seed,
-        "start_step": start_step,
-        "phases": tuple(schedule.phases),
-        "phase": phase,
-    }
+    phases = tuple(schedule.phases)
+    settings = {"seed": seed, "start_step": start_step, "phases": phases, "phase": phase}
     requests = [
         resolve(each, measures=with_metrics, settings=settings) for each in schedule.methods
     ]
 
     def no_metrics(tree: Any) -> dict[str, Array]:
-        names = [
-            name for each in requests for name in each.metrics(each.compression.policy.used(tree))
-        ]
-        return {name: jnp.zeros((), jnp.float32) for name in names}
+        names = [each.metrics(each.compression.policy.used(tree)) for each in requests]
+        return {name: jnp.zeros((), jnp.float32) for name in itertools.chain(*names)}
 
     def init(params: Any) -> AllReduceState:
         states: dict[str, Any] = {}

@@ -1,7 +1,9 @@
 """Axes of a collective: a slow one, which compressed parts cross, and fast ones inside it."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,6 +30,12 @@ class Axes:
 
     slow: Axis
     fast: tuple[Axis, ...] = ()  # slower ones first
+
+    @staticmethod
+    def of(sizes: Mapping[str, int]) -> "Axes":
+        """Return axes by their names and sizes, the slow one first."""
+        slow, *fast = itertools.starmap(Axis, sizes.items())
+        return Axes(slow, tuple(fast))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,13 +142,13 @@ def find_axes(axis_name: Any, *, single: bool = False) -> Axes:
         possible.
     """
     names = axis_names(axis_name)
-    slow, *fast = (Axis(name, _size_of(name, axis_name)) for name in names)
-    if single and fast:
+    axes = Axes.of({name: _size_of(name, axis_name) for name in names})
+    if single and axes.fast:
         raise ValueError(
             f"axis_name={axis_name!r} names {len(names)} axes, where only one is possible. Give "
             "the slow one, and use the collectives of jax.lax over the others."
         )
-    return Axes(slow, tuple(fast))
+    return axes
 
 
 def _size_of(name: str, axis_name: Any) -> int:

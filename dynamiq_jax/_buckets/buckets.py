@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +65,7 @@ class CutRules:
     names: tuple[str, ...] = ()  # of the leaves, for errors
 
 
-@dataclasses.dataclass(frozen=True)
-class Sorted:
+class Sorted(NamedTuple):
     """Leaves of a tree, sorted into buckets and others: a function of shapes and dtypes."""
 
     buckets: tuple[Bucket, ...]

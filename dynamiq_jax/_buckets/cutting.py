@@ -1,10 +1,10 @@
 """Vectors that are cut into many pieces, and pieces that are joined to vectors."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from pallas_kernels.copies import Segment, Table, copy, slices
@@ -19,25 +19,23 @@ _TOGETHER = 2**20
 
 def cut(rows: Array, sizes: Iterable[int]) -> list[Array]:
     """Cut an array [rows, columns] into pieces of `sizes` columns, from the first column on."""
-    sizes = tuple(sizes)
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    segments = [
-        Segment(0, end - size, number, 0, size)
-        for number, (end, size) in enumerate(zip(ends, sizes, strict=True))
-    ]
-    return copied([rows], Table(tuple(segments), (rows.shape[1],), sizes))
+    return copied([rows], _pieces(rows.shape[1], tuple(sizes)))
 
 
 def join(pieces: Sequence[Array], columns: int | None = None) -> Array:
     """Join arrays [rows, columns] along their columns, padded with zeros to `columns`."""
     sizes = tuple(piece.shape[1] for piece in pieces)
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    segments = [
-        Segment(number, 0, 0, end - size, size)
-        for number, (end, size) in enumerate(zip(ends, sizes, strict=True))
-    ]
-    [joined] = copied(pieces, Table(tuple(segments), sizes, (columns or ends[-1],)))
+    [joined] = copied(pieces, _pieces(columns or sum(sizes), sizes).reversed)
     return joined
+
+
+def _pieces(columns: int, sizes: tuple[int, ...]) -> Table:
+    """Return the copies of an array to pieces of `sizes` columns, one behind the other."""
+    segments = [
+        Segment(0, end - size, number, 0, size)
+        for number, (end, size) in enumerate(zip(itertools.accumulate(sizes), sizes, strict=True))
+    ]
+    return Table(tuple(segments), (columns,), sizes)
 
 
 def as_vector(rows: Sequence[Array], multiple: int) -> Array:

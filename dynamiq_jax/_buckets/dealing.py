@@ -121,10 +121,9 @@ class Dealing:
 
     def zeros(self, batch: int, dealt: Dealt) -> Dealt:
         """Return zeros like dealt vectors, of another batch."""
-        shapes = [(batch, *part.shape[1:]) for part in dealt]
         return tuple(
-            compat.match_varying(jnp.zeros(shape, part.dtype), part)
-            for shape, part in zip(shapes, dealt, strict=True)
+            compat.match_varying(jnp.zeros((batch, *part.shape[1:]), part.dtype), part)
+            for part in dealt
         )
 
     def take(self, dealt: Dealt, number: Array) -> Array:
@@ -161,12 +160,8 @@ class Dealing:
         return [n - turns * self._turn for n, turns in zip(self.columns, self._turns, strict=True)]
 
     @property
-    def _rest(self) -> int:
-        return sum(self._left)
-
-    @property
     def _turns_of_rest(self) -> int:
-        return -(-self._rest // self._turn)
+        return -(-sum(self._left) // self._turn)
 
     def _has_whole_rows(self, vector: int) -> bool:
         """Return whether the vector of this number can be dealt in its own memory."""
@@ -233,14 +228,16 @@ class Dealing:
                 start = self.columns[vector] - left - self._first_copied(vector)
                 segments.append(Segment(source_of[vector], start, len(results), at_rest, left))
                 at_rest += left
-        of_rest = [self._turns_of_rest * self._turn] if self._rest else []
+        if self._turns_of_rest:
+            results.append(self._turns_of_rest * self._turn)
         sources = [self.columns[each] - self._first_copied(each) for each in self._copied]
-        return Table(tuple(segments), tuple(sources), (*results, *of_rest))
+        return Table(tuple(segments), tuple(sources), tuple(results))
 
     def _rows_in(self, dealt: Dealt, number: Array) -> list[Array]:
         """Return the rows of the piece of a number in each dealt vector."""
         turns = [sum(self._turns[vector] for vector in group) for group in self._groups]
-        turns += [self._turns_of_rest] * bool(self._rest)
+        if self._turns_of_rest:
+            turns.append(self._turns_of_rest)
         return [
             # Unsigned, as JAX checks the sign of others.
             compat.match_varying(

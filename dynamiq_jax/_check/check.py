@@ -35,9 +35,8 @@ def check(
 def check_plan(plan: Plan) -> None:
     """Raise ValueError for a plan that cannot be run, whatever the values are."""
     collective, limit = plan.collective, plan.request.compression.max_error
-    for index, (name, leaf) in enumerate(zip(plan.names, plan.leaves, strict=True)):
-        collective.check(name, leaf)
-        collective.check_shards(name, leaf, plan.shards.specs[index])
+    for name, leaf, spec in zip(plan.names, plan.leaves, plan.shards.specs, strict=True):
+        collective.check(name, leaf, spec)
     for method in plan.used:
         collective.check_method(method)
         plan.request.check_state(method)

@@ -40,8 +40,8 @@ class Collective(abc.ABC):
         """Raise ValueError for a method that this collective cannot use."""
         return None
 
-    def check(self, name: str, leaf: Any) -> None:
-        """Raise ValueError for a leaf of a shape that this collective cannot use."""
+    def check(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+        """Raise ValueError for a leaf whose shape or shards this collective cannot use."""
         return None
 
     def check_values(self, name: str, leaf: Array) -> None:
@@ -49,10 +49,6 @@ class Collective(abc.ABC):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             checks.check_not_state(name, self.axes.names)
             checks.check_not_reduced(name, leaf, self.axes.names)
-
-    def check_shards(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
-        """Raise ValueError for a leaf whose shards this collective cannot work on alone."""
-        return None
 
     def planned(self, leaf: Any) -> Any:
         """Return the leaf as the plan counts it: anything with `shape` and `dtype`."""

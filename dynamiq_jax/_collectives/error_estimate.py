@@ -6,7 +6,7 @@ for those whose errors follow the norms. Each coordinate counts by the inverse o
 with which it was drawn (Horvitz and Thompson, 1952).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,18 +54,12 @@ def joined(estimates: Sequence[Estimate]) -> Estimate:
     """Return the estimate of several buckets together."""
     scale = jnp.max(jnp.stack([each.scale for each in estimates]))
     weights = [_ratio(each.scale, scale) for each in estimates]
-
-    def total(values: Iterable[Array]) -> Array:
-        return jnp.sum(jnp.stack(list(values)))
-
-    return Estimate(
-        error=total(each.error * weight for each, weight in zip(estimates, weights, strict=True)),
-        square=total(each.square * weight for each, weight in zip(estimates, weights, strict=True)),
-        scale=scale,
-        bad_rows=total(each.bad_rows for each in estimates),
-        rows=total(each.rows for each in estimates),
-        relative=total(each.relative for each in estimates),
-    )
+    alike = [  # in the same units
+        each._replace(error=each.error * weight, square=each.square * weight)
+        for each, weight in zip(estimates, weights, strict=True)
+    ]
+    sums = Estimate(*(jnp.sum(jnp.stack(values)) for values in zip(*alike, strict=True)))
+    return sums._replace(scale=scale)
 
 
 def sample_size(bucket: Bucket, axes: Axes) -> int:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -31,6 +32,10 @@ class _Half(Collective):
     def check_method(self, method: Method) -> None:
         checks.check_chunked(method, self.function)
 
+    @override
+    def multiple(self, bucket: Bucket) -> int:
+        return bucket.method.granule
+
 
 @dataclasses.dataclass(frozen=True)
 class ReduceScatter(_Half):
@@ -39,11 +44,21 @@ class ReduceScatter(_Half):
     function: ClassVar[str] = "dq.psum_scatter"
 
     @override
-    def check(self, name: str, leaf: Any) -> None:
-        checks.check_scatters(name, leaf, self.dimension, self.axes.num_workers, self.tiled)
-
-    @override
-    def check_shards(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+    def check(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+        dimension, workers, rank = self.dimension, self.axes.num_workers, leaf.ndim
+        if not (isinstance(dimension, int | np.integer) and -rank <= dimension < rank):
+            remedy = f"one from {-rank} to {rank - 1}" if rank else "leaves with a dimension"
+            raise ValueError(
+                f"scatter_dimension={dimension!r} is not a dimension of tree{name}, of shape "
+                f"{leaf.shape}. Give {remedy}."
+            )
+        size = leaf.shape[dimension]
+        if size % workers or (not self.tiled and size != workers):
+            wanted = f"a multiple of {workers}" if self.tiled else f"{workers}, or tiled=True"
+            raise ValueError(
+                f"tree{name} has shape {leaf.shape}, whose dimension {dimension} does not scatter "
+                f"over {workers} workers. Give {wanted}."
+            )
         checks.check_not_split(name, spec, self._dimension(leaf), "scatter_dimension")
 
     @override
@@ -61,10 +76,6 @@ class ReduceScatter(_Half):
     def rows(self, leaf: Array) -> Array:
         moved = jnp.moveaxis(leaf, self._dimension(leaf), 0)
         return moved.reshape(self.axes.num_workers, -1)
-
-    @override
-    def multiple(self, bucket: Bucket) -> int:
-        return bucket.method.granule
 
     @override
     def shape(self, leaf: Array) -> tuple[int, ...]:
@@ -119,17 +130,20 @@ class AllGather(_Half):
         return self.axes.num_workers
 
     @override
-    def check(self, name: str, leaf: Any) -> None:
-        checks.check_gathers(name, leaf, self.dimension, self.tiled)
+    def check(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
+        axis, rank = self.dimension, leaf.ndim if self.tiled else leaf.ndim + 1
+        if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
+            remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
+            raise ValueError(
+                f"axis={axis!r} is not a dimension that the parts of tree{name}, of shape "
+                f"{leaf.shape}, can lie along. {remedy}"
+            )
+        if self.tiled:
+            checks.check_not_split(name, spec, self._dimension(leaf), "axis")
 
     @override
     def check_values(self, name: str, leaf: Array) -> None:
         return None
-
-    @override
-    def check_shards(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
-        if self.tiled:
-            checks.check_not_split(name, spec, self._dimension(leaf), "axis")
 
     @override
     def result_spec(self, leaf: Array, spec: PartitionSpec) -> PartitionSpec:
@@ -142,10 +156,6 @@ class AllGather(_Half):
     @override
     def planned(self, leaf: Any) -> Any:
         return jax.ShapeDtypeStruct((self.axes.num_workers, *leaf.shape), leaf.dtype)
-
-    @override
-    def multiple(self, bucket: Bucket) -> int:
-        return bucket.method.granule
 
     @override
     def shape(self, leaf: Array) -> tuple[int, ...]:

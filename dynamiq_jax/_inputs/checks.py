@@ -142,32 +142,3 @@ def check_chunked(method: Method, function: str) -> None:
             f"method={method!r} cannot be used in {function}. Use one that compresses chunks, "
             "such as dq.DynamiQ()."
         )
-
-
-def check_gathers(path: str, leaf: Array, axis: Any, tiled: bool) -> None:
-    """Raise ValueError for a leaf whose parts cannot lie along a dimension of the result."""
-    rank = leaf.ndim if tiled else leaf.ndim + 1
-    if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
-        remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
-        raise ValueError(
-            f"axis={axis!r} is not a dimension that the parts of tree{path}, of shape "
-            f"{leaf.shape}, can lie along. {remedy}"
-        )
-
-
-def check_scatters(path: str, leaf: Array, dimension: Any, num_workers: int, tiled: bool) -> None:
-    """Raise ValueError for a leaf whose dimension cannot be scattered over the workers."""
-    if not (isinstance(dimension, int | np.integer) and -leaf.ndim <= dimension < leaf.ndim):
-        limits = f"one from {-leaf.ndim} to {leaf.ndim - 1}"
-        remedy = limits if leaf.ndim else "leaves with a dimension"
-        raise ValueError(
-            f"scatter_dimension={dimension!r} is not a dimension of tree{path}, of shape "
-            f"{leaf.shape}. Give {remedy}."
-        )
-    size = leaf.shape[dimension]
-    if size % num_workers or (not tiled and size != num_workers):
-        wanted = f"a multiple of {num_workers}" if tiled else f"{num_workers}, or tiled=True"
-        raise ValueError(
-            f"tree{path} has shape {leaf.shape}, whose dimension {dimension} does not scatter over "
-            f"{num_workers} workers. Give {wanted}."
-        )

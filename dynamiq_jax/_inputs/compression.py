@@ -112,8 +112,7 @@ class Compression:
                 "one."
             )
         policy = method if isinstance(method, Policy) else Policy.of(method)
-        single = policy == Policy(policy.everywhere)
-        object.__setattr__(self, "method", policy.everywhere if single else policy)
+        object.__setattr__(self, "method", policy.everywhere or policy)
         topology = next(each for each in (self.topology, route, "ring") if each is not None)
         object.__setattr__(self, "topology", resolve_topology(topology))
 
@@ -134,13 +133,11 @@ class Compression:
 
     @override
     def __repr__(self) -> str:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        defaults |= {"topology": resolve_topology("ring")}
-        given = {name: getattr(self, name) for name in defaults}
+        default, names = Compression(), [field.name for field in dataclasses.fields(self)]
         texts = [
             f"{name}={spelled(value) if isinstance(value, Method | Topology) else repr(value)}"
-            for name, value in given.items()
-            if value != defaults[name]
+            for name in names
+            if (value := getattr(self, name)) != getattr(default, name)
         ]
         return f"Compression({', '.join(texts)})"
 

@@ -35,7 +35,13 @@ class Policy:
     def __repr__(self) -> str:
         if self.function is not None:
             return repr(self.function)
-        return self._spelled() if self.patterns else spelled(self.everywhere)
+        if self.everywhere is not None:
+            return spelled(self.everywhere)
+        pairs = (
+            f"{pattern!r}: {spelled(method) if method else repr(UNCOMPRESSED)}"
+            for pattern, method in self.patterns
+        )
+        return f"{{{', '.join(pairs)}}}"
 
     @staticmethod
     def of(method: Method | str | Rules) -> "Policy":
@@ -95,35 +101,23 @@ class Policy:
         return tuple(dict.fromkeys(method for method in self.methods(tree) if method is not None))
 
     def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method | None]:
-        unused = {pattern for pattern, _ in self.patterns}
-        chosen: list[Method | None] = []
-        for path, leaf in zip(paths, leaves, strict=True):
-            for pattern, method in self.patterns:
-                if re.search(pattern, path):
-                    unused.discard(pattern)
-                    chosen.append(method)
-                    break
-            else:
-                if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating):
-                    raise ValueError(
-                        f"method={self._spelled():.200} has no pattern for the leaf {path!r}. Add "
-                        "one, or '.*' as the last one, for all leaves that are left."
-                    )
-                chosen.append(None)
+        methods = dict[str | None, Method | None](self.patterns)
+        first = [next((p for p, _ in self.patterns if re.search(p, path)), None) for path in paths]
+        for path, leaf, pattern in zip(paths, leaves, first, strict=True):
+            dtype = getattr(leaf, "dtype", type(leaf))
+            if pattern is None and jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(
+                    f"method={self!s:.200} has no pattern for the leaf {path!r}. Add one, or "
+                    "'.*' as the last one, for all leaves that are left."
+                )
+        unused = sorted(methods.keys() - {*first})
         if paths and unused and self.all_used:
             raise ValueError(
-                f"method={self._spelled():.200}: no leaf is left for {sorted(unused)!r:.200}. "
-                "Patterns before may match them, or there is no such leaf among "
-                f"{list(paths)!r:.400}. Correct the pattern, or remove it."
+                f"method={self!s:.200}: no leaf is left for {unused!r:.200}. Patterns before "
+                f"may match them, or there is no such leaf among {list(paths)!r:.400}. Correct the "
+                "pattern, or remove it."
             )
-        return chosen
-
-    def _spelled(self) -> str:
-        pairs = (
-            f"{pattern!r}: {spelled(method) if method else repr(UNCOMPRESSED)}"
-            for pattern, method in self.patterns
-        )
-        return f"{{{', '.join(pairs)}}}"
+        return [methods.get(pattern) for pattern in first]
 
 
 def paths_of(tree: Any) -> list[str]:

@@ -22,9 +22,13 @@ P = PartitionSpec
 class Shards:
     """Parts of leaves that are split over axes that the compiler manages, or explicit axes."""
 
-    axes: tuple[str, ...]  # axes of more than one device, in the order of the mesh
-    sizes: tuple[int, ...]  # their devices
+    sizes: Mapping[str, int]  # devices of each axis that has several, in the order of the mesh
     specs: tuple[PartitionSpec, ...]  # of every leaf, over these axes alone
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes."""
+        return tuple(self.sizes)
 
     def axes_of(self, index: int) -> tuple[str, ...]:
         """Return the axes over which a leaf is split, in the order of the mesh."""
@@ -40,7 +44,6 @@ class Shards:
         Returns:
           For each axis, its dimension, its place among the axes of this dimension, and its devices.
         """
-        sizes = dict(zip(self.axes, self.sizes, strict=True))
         places = {
             name: (dimension, place)
             for dimension, names in enumerate(self.specs[index])
@@ -50,29 +53,28 @@ class Shards:
         for name in self.axes_of(index):
             dimension, place = places[name]
             if parts and parts[-1][0] == dimension and parts[-1][2] + 1 == place:
-                parts[-1][2:] = [place, parts[-1][3] * sizes[name]]
+                parts[-1][2:] = [place, parts[-1][3] * self.sizes[name]]
             else:
-                parts.append([dimension, place, place, sizes[name]])
+                parts.append([dimension, place, place, self.sizes[name]])
         return [[dimension, first, count] for dimension, first, _, count in parts]
 
     def local(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of a device's shard of a leaf."""
-        sizes = dict(zip(self.axes, self.sizes, strict=True))
-        parts = [math.prod(sizes[name] for name in names_of(d)) for d in self.specs[index]]
+        parts = [_count(dimension, self.sizes) for dimension in self.specs[index]]
         parts += [1] * (len(leaf.shape) - len(parts))
         shape = tuple(size // count for size, count in zip(leaf.shape, parts, strict=True))
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """Make the axes manual inside a function of arrays. Without axes, return the function."""
-        if not self.axes:
+        if not self.sizes:
             return function
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return jax.shard_map(
             function,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.axes),
+            axis_names=set(self.sizes),
             check_vma=all(map(compat.tracks_varying, manual)),  # as around it
         )
 
@@ -81,7 +83,7 @@ class Shards:
 
         The value may differ. Each device goes on with its own value.
         """
-        for axis in self.axes:
+        for axis in self.sizes:
             value = compat.same_over(value, axis)
         return value
 
@@ -91,6 +93,11 @@ def names_of(dimension: Any) -> tuple[str, ...]:
     if dimension is None:
         return ()
     return (dimension,) if isinstance(dimension, str) else tuple(dimension)
+
+
+def _count(dimension: Any, sizes: Mapping[str, int]) -> int:
+    """Return into how many parts one dimension of a spec is split."""
+    return math.prod(sizes[axis] for axis in names_of(dimension))
 
 
 def managed_axes(mesh: Any) -> dict[str, int]:
@@ -112,7 +119,7 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
     managed = managed_axes(mesh)
     given = None if specs is None else leaf_specs(tree, specs)
     if not managed:
-        return Shards((), (), (P(),) * len(leaves))
+        return Shards({}, (P(),) * len(leaves))
     if given is None:
         if automatic := {name: managed[name] for name in mesh.auto_axes if name in managed}:
             raise unknown_specs(automatic)
@@ -138,7 +145,7 @@ def split_over(
     shapes: Sequence[tuple[int, ...]],
     specs: Sequence[PartitionSpec],
     mesh: Any,
-    managed: dict[str, int],
+    managed: Mapping[str, int],
 ) -> Shards:
     """Reduce specs to some axes of a mesh, and check that they split leaves of some shapes."""
     reduced = tuple(over(spec, managed) for spec in specs)
@@ -150,7 +157,7 @@ def split_over(
                     f"axes are {mesh.axis_names}."
                 )
         _check_splits(name, shape, kept, managed)
-    return Shards(tuple(managed), tuple(managed.values()), reduced)
+    return Shards(managed, reduced)
 
 
 def spread(specs: Any, tree: Any) -> list[Any]:
@@ -208,7 +215,7 @@ def over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
 
 
 def _check_splits(
-    name: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: dict[str, int]
+    name: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 ) -> None:
     if len(spec) > len(shape):
         raise ValueError(
@@ -216,7 +223,7 @@ def _check_splits(
             "dimensions. Give a spec of at most as many."
         )
     for number, (size, dimension) in enumerate(zip(shape, spec, strict=False)):
-        count = math.prod(sizes[axis] for axis in names_of(dimension))
+        count = _count(dimension, sizes)
         if size % count:
             raise ValueError(
                 f"specs gives {spec} for tree{name} of shape {shape}, whose dimension {number} "

@@ -136,23 +136,21 @@ def plan_tree(
     Returns:
       The plan, and the leaves of the tree.
     """
-    named, structure = named_leaves(tree)
+    named, _ = named_leaves(tree)
     leaves = tuple(leaf for _, leaf in named)
     shards = find_shards([name for name, _ in named], leaves, tree, request.compression.specs)
-    methods = request.compression.policy.methods(tree)
-    return make_plan(collective, named, structure, shards, request, methods), leaves
+    return make_plan(collective, tree, named, shards, request), leaves
 
 
 def make_plan(
     collective: Collective,
+    tree: Any,
     named: Sequence[tuple[str, Any]],
-    structure: Any,
     shards: Shards,
     request: Request,
-    methods: Sequence[Method | None],
 ) -> Plan:
-    """Plan a call, of leaves by their paths, whole along the axes of the shards."""
-    collective = measured(collective, request)
+    """Plan a call on a tree, of leaves by their paths, whole along the axes of the shards."""
+    collective, methods = measured(collective, request), request.compression.policy.methods(tree)
     own = set(collective.axes.names)
     names = tuple(name for name, _ in named)
     whole = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in named)
@@ -170,14 +168,12 @@ def make_plan(
     return Plan(
         collective=collective,
         request=request,
-        structure=structure,
+        structure=jax.tree.structure(tree),
         names=names,
         leaves=whole,
         shards=shards,
         parts=parts,
         split_over=split_over,
         methods=tuple(methods),
-        buckets=found.buckets,
-        exact=found.exact,
-        untouched=found.untouched,
+        **found._asdict(),
     )

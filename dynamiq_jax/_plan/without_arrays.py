@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 from dynamiq_jax._buckets.axes import Axes, axes_of_mesh
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
-from dynamiq_jax._core import Axis
 from dynamiq_jax._core.validation import is_integer
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.request import Request
@@ -37,13 +36,10 @@ def plan_without_arrays(
       collective: kind of collective.
     """
     axes = _axes(axis_size, mesh)
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path) for path, _ in paths_and_leaves]
-    leaves = list(map(_as_traced, names, (leaf for _, leaf in paths_and_leaves)))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+    leaves = list(map(_as_traced, names, jax.tree.leaves(tree)))
     shards = _shards(names, leaves, tree, mesh, request.compression.specs, axes)
-    methods = request.compression.policy.methods(tree)
-    named = list(zip(names, leaves, strict=True))
-    return make_plan(collective(axes), named, structure, shards, request, methods)
+    return make_plan(collective(axes), tree, list(zip(names, leaves, strict=True)), shards, request)
 
 
 def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -65,7 +61,7 @@ def _shards(
             f"{missing}=None, but {given} is given. Give both, or whole leaves and neither."
         )
     if mesh is None:
-        return Shards((), (), (PartitionSpec(),) * len(leaves))
+        return Shards({}, (PartitionSpec(),) * len(leaves))
     further = {
         name: size for name, size in mesh.shape.items() if size > 1 and name not in axes.names
     }
@@ -77,12 +73,10 @@ def _axes(axis_size: Any, mesh: Any) -> Axes:
     given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
     if mesh is not None:
         names = axes_of_mesh(axis_size, mesh, argument="axis_size")
-        slow, *fast = (Axis(name, mesh.shape[name]) for name in names)
-        return Axes(slow, tuple(fast))
+        return Axes.of({name: mesh.shape[name] for name in names})
     if not given or not all(is_integer(size) and size >= 1 for size in given):
         raise ValueError(
             f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
             "or a tuple of them, one for each axis."
         )
-    slow, *fast = (Axis(str(number), int(size)) for number, size in enumerate(given))
-    return Axes(slow, tuple(fast))
+    return Axes.of({str(number): int(size) for number, size in enumerate(given)})

@@ -99,13 +99,15 @@ def check_states(plan: Plan, states: NamedStates) -> None:
     check_state_names(states, all_names(plan))
     if not states:
         return
-    wanted = shapes_of(jax.eval_shape(lambda: first_states(plan)))
-    for (path, shape), (_, needed) in zip(shapes_of(dict(states)), wanted, strict=True):
-        if shape != needed:
+    wanted = jax.tree.leaves(jax.eval_shape(lambda: first_states(plan)))
+    given = jax.tree.leaves_with_path(dict(states))
+    for (path, leaf), needed in zip(given, wanted, strict=True):
+        if np.shape(leaf) != needed.shape:
             names = plan.collective.axes.names
             raise ValueError(
-                f"state.method{path} has shape {shape}, not {needed}: its first axis is not one "
-                "worker. Give shard_map the specs of the state: dq.AllReduceState with "
+                f"state.method{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, not "
+                f"{needed.shape}: its first axis is not one worker. Give shard_map the specs of "
+                "the state: dq.AllReduceState with "
                 f"method=P({names if len(names) > 1 else names[0]!r}), or LocalSGD's state_specs. "
                 f"{_ANEW}"
             )
@@ -139,14 +141,6 @@ def check_has_owner(states: Any, wanted: Iterable[str], with_owner: str) -> None
             "dynamiq-jax 0.1.0 wrote none. If each worker has its own states, give "
             f"{with_owner}, or else init(params)."
         )
-
-
-def shapes_of(states: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Return paths and shapes of all arrays of states."""
-    return [
-        (jax.tree_util.keystr(path), np.shape(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(states)
-    ]
 
 
 def owner(axes: Axes) -> Array:

@@ -96,11 +96,10 @@ def encode(
     _check_leaves(names, leaves)
     plan = make_plan(
         _COLLECTIVE,
+        tree,
         [(f"[{name!r}]", leaf) for name, leaf in zip(names, leaves, strict=True)],
-        jax.tree.structure(tree),
-        Shards((), (), (PartitionSpec(),) * len(leaves)),
+        Shards({}, (PartitionSpec(),) * len(leaves)),
         request,
-        request.compression.policy.methods(tree),
     )
     bucket_of = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket.leaves}
     formats = tuple(_format_of(bucket.method) for bucket in plan.buckets)

@@ -138,6 +138,7 @@ def test_the_report_says_leaf_by_leaf_what_is_sent_and_how():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        ({}, r"method=\{\} has no pattern for the leaf 'embedding'"),
         ({"embedding": "bf16"}, r"no pattern for the leaf 'layers/0/kernel'.*'\.\*'"),
         (
             {"embeding": "bf16", "": "uncompressed"},

@@ -323,7 +323,7 @@ def test_leaves_are_split_alike_if_and_only_if_devices_hold_the_same_parts():
     ]
     found = []
     for rows, columns in cuts:
-        shards = Shards(tuple(sizes), tuple(sizes.values()), (P(rows, columns),))
+        shards = Shards(sizes, (P(rows, columns),))
         # Of each device, in the order of the mesh: the numbers of its rows and of its columns.
         parts = [
             tuple(
