@@ -30,11 +30,7 @@ _SMALL, _TOGETHER, _PART = 2**17, 2**20, 0.75
 # take them.
 _ROW = (SUPER_GROUP_SIZE // 128, 128)
 # Rows of a piece: XLA for CPUs and GPUs reads and writes them as fast as a slice.
-_DISTINCT: Any = {
-    "mode": "promise_in_bounds",
-    "unique_indices": True,
-    "indices_are_sorted": True,
-}
+_DISTINCT: Any = {"mode": "promise_in_bounds", "unique_indices": True, "indices_are_sorted": True}
 
 # Numbers of stripes that are tried, for one that does not divide the rows of matrices.
 _TRIED = 32

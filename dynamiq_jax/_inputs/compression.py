@@ -6,13 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from dynamiq_jax._core import (
-    MOST_IN_BUCKET,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-)
+from dynamiq_jax._core import MOST_IN_BUCKET, check_choice, check_flag, check_integer, check_number
 from dynamiq_jax._core.naming import field_names, spelled
 from dynamiq_jax._inputs.policy import Policy, Rules
 from dynamiq_jax.methods import DynamiQ, Method, known_methods

@@ -27,7 +27,7 @@ from dynamiq_jax.topologies import TOPOLOGIES, AllToAll, Butterfly, Ring, Topolo
 from tests.support import speed
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import Collective, collectives
-from tests.support.workers import Largest
+from tests.support.workers import Largest, first
 
 pytestmark = pytest.mark.optimized
 
@@ -94,10 +94,6 @@ def gradients() -> dict[str, np.ndarray]:
     return {"w": flat.reshape(NUM_WORKERS, *SHAPE), "bias": bias}
 
 
-def own(stacked: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf[0], stacked)
-
-
 # ----------------------------------------------------------- programs of (key, stacked gradients)
 
 Program = Callable[..., Any]
@@ -108,7 +104,7 @@ def on_workers(mesh: Mesh, local: Program, out: Any = P()) -> Program:
 
 
 def reduced(function: Program, mesh: Mesh, **arguments: Any) -> Program:
-    return on_workers(mesh, lambda key, rows: function(own(rows), "data", key=key, **arguments))
+    return on_workers(mesh, lambda key, rows: function(first(rows), "data", key=key, **arguments))
 
 
 def scattered(mesh: Mesh, **arguments: Any) -> Program:
@@ -125,9 +121,8 @@ def gathered(mesh: Mesh, **arguments: Any) -> Program:
     """The gradients of all workers, side by side on each of them."""
 
     def local(key: jax.Array, rows: Any) -> Any:
-        return {
-            "w": dq.all_gather(rows["w"], "data", key=key, tiled=True, to="invarying", **arguments)
-        }
+        how = {"key": key, "tiled": True, "to": "invarying", **arguments}
+        return {"w": dq.all_gather(rows["w"], "data", **how)}
 
     return on_workers(mesh, local)
 
@@ -136,7 +131,7 @@ def updated(mesh: Mesh, **arguments: Any) -> Program:
     reduce = dq.all_reduce_gradients("data", **arguments)
 
     def local(key: jax.Array, rows: Any) -> Any:
-        updates, state = reduce.update(own(rows), reduce.init(own(rows)))
+        updates, state = reduce.update(first(rows), reduce.init(first(rows)))
         return updates, jax.tree.map(lambda leaf: leaf[None], state.method)
 
     both = on_workers(mesh, local, (P(), P("data")))
@@ -144,7 +139,7 @@ def updated(mesh: Mesh, **arguments: Any) -> Program:
 
 
 def compressed(mesh: Mesh, **arguments: Any) -> Program:
-    exact = on_workers(mesh, lambda key, rows: jax.lax.pmean(own(rows), "data"))
+    exact = on_workers(mesh, lambda key, rows: jax.lax.pmean(first(rows), "data"))
     rules = {"key": lambda key, rows: key, "only": lambda each: True}
     return jax.jit(dq.compress(exact, "data", **rules, **arguments))
 
@@ -203,10 +198,8 @@ def test_replicas_error_and_bytes(data_mesh, case):
     mesh = data_mesh(NUM_WORKERS)
     rows = jax.device_put(gradients(), NamedSharding(mesh, P("data")))
     key = jax.device_put(KEY, NamedSharding(mesh, P()))
-    make = PROGRAMS[case.collective]
-    compiled = (
-        make(mesh, method=dq.Compression(case.method, case.topology)).lower(key, rows).compile()
-    )
+    choice = dq.Compression(case.method, case.topology)
+    compiled = PROGRAMS[case.collective](mesh, method=choice).lower(key, rows).compile()
     result, found = compiled(key, rows), collectives(compiled.as_text())
 
     whole = case.collective != "psum_scatter"
@@ -236,16 +229,16 @@ def test_error_feedback_makes_up_for_what_a_step_left_out(data_mesh, method, lea
     reduce = dq.all_reduce_gradients("data", method=method)
 
     def local(key: jax.Array, rows: Any) -> Any:
-        first, state = reduce.update(own(rows), reduce.init(own(rows)))
-        second, _ = reduce.update(own(rows), state)
-        return first["w"], second["w"]
+        one, state = reduce.update(first(rows), reduce.init(first(rows)))
+        other, _ = reduce.update(first(rows), state)
+        return one["w"], other["w"]
 
     steps = on_workers(data_mesh(NUM_WORKERS), local)(KEY, gradients())
-    first, second = map(np.asarray, steps)
+    one, other = map(np.asarray, steps)
     truth = gradients()["w"].mean(axis=0, dtype=np.float64)
-    error = vnmse((first + second) / 2, truth)
+    error = vnmse((one + other) / 2, truth)
     assert least < error < most
-    assert error < 0.95 * min(vnmse(first, truth), vnmse(second, truth))
+    assert error < 0.95 * min(vnmse(one, truth), vnmse(other, truth))
 
 
 # ------------------------------------------------------------------------------------ completeness

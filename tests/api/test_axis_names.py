@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.training import LocalSGD
 from tests.compress.forms import every_sum
+from tests.support.workers import mesh_of
 
 KEY = jax.random.key(0)
 ROWS = jnp.ones((4, 64, 32))
@@ -22,7 +22,7 @@ MISSPELT = (("hosts", "locl"), ("host", "local"), "data")
 
 @pytest.fixture(scope="module")
 def mesh():
-    return jax.make_mesh((2, 2), ("hosts", "local"), axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(hosts=2, local=2)
 
 
 def inside(function):

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, on_mesh, simulated
+from tests.support.workers import COLLECTIVES, STOCHASTIC, TWO_WIDTHS, mesh_of, on_mesh, simulated
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
 manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
@@ -280,18 +279,6 @@ def test_exact_below_moves_the_line(exact_below):
     assert result["empty_f16"].dtype == np.float16
 
 
-COLLECTIVES = {
-    "psum": (dq.psum, lax.psum),
-    "pmean": (dq.pmean, lax.pmean),
-    "psum_scatter": (
-        functools.partial(dq.psum_scatter, tiled=True),
-        functools.partial(lax.psum_scatter, tiled=True),
-    ),
-    "all_gather": (
-        functools.partial(dq.all_gather, tiled=True),
-        functools.partial(lax.all_gather, tiled=True),
-    ),
-}
 every_collective = pytest.mark.parametrize("name", COLLECTIVES)
 
 
@@ -365,7 +352,7 @@ def test_a_row_that_overflows_on_its_way_is_not_finite_in_the_end():
 
 def test_shards_of_another_manual_axis_are_reduced_alone_with_noise_of_their_own():
     """Two manual axes: each column of a 2 x 4 mesh sums on its own."""
-    mesh = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(model=2, data=4)
     shards = np.broadcast_to(of_workers(0, 4, 8192), (2, 4, 8192))
 
     def local(key, stacked):
@@ -389,7 +376,7 @@ def test_leaves_that_differ_along_another_axis_keep_to_themselves(name, size):
     well, which check_vma refuses: its result could not be returned as replicated.
     """
     reduce, exact = COLLECTIVES[name]
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=2)
     tree = {"same": of_workers(0, 2, size), "other": of_workers(1, 4, size).reshape(2, 2, size)}
 
     def local(tree):

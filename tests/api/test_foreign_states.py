@@ -16,6 +16,7 @@ from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.methods import ErrorFeedback, Method
 from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
+from tests.support.states import SPECS, on_mesh
 from tests.support.workers import Decaying, Largest
 
 WORKERS = 3
@@ -76,21 +77,10 @@ def test_states_matter(run):
 )
 def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
     """Without types, P() passes all states, but what is saved is that of worker 0."""
-    mesh = data_mesh(4)
+    mesh, gradients = data_mesh(4), gradients_of(4)
     reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    specs = dq.AllReduceState(step=P(), method=spec, metrics=P())
-    how = {"mesh": mesh, "check_vma": check_vma}
-    start = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **how)
-    update = jax.jit(
-        jax.shard_map(
-            lambda g, state: reduce.update(g[0], state),
-            in_specs=(P("data"), specs),
-            out_specs=(P(), specs),
-            **how,
-        )
-    )
-    gradients = gradients_of(4)
-    state = jax.jit(start)(gradients[0])
+    start, update = on_mesh(reduce, mesh, SPECS._replace(method=spec), check_vma=check_vma)
+    state = start(gradients[0])
     for _ in range(3):
         _, state = update(gradients, state)
         assert state.metrics["reset_states"] == 0
@@ -104,7 +94,7 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
         assert after.metrics["reset_states"] == 0
     else:
         assert after.metrics["reset_states"] == 0.75
-        first, _ = update(gradients, jax.jit(start)(gradients[0])._replace(step=state.step))
+        first, _ = update(gradients, start(gradients[0])._replace(step=state.step))
         np.testing.assert_array_equal(again, first)
 
 
@@ -171,22 +161,12 @@ def test_three_states_that_do_not_belong_are_named(number, said):
 @pytest.mark.parametrize("after", (2, 1))
 def test_states_of_more_workers_are_refused_with_the_way_to_go_on(data_mesh, after):
     """With the specs that a user has to give: the number of workers alone is another."""
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
     reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
-    params = jnp.ones((64, 64))
-
-    def on(workers, function, in_specs, out_specs):
-        mesh = data_mesh(workers)
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-
-    state = jax.tree.map(np.asarray, on(4, reduce.init, P(), specs)(params))
-
-    def own(params, state):
-        return reduce.update(jax.lax.pcast(params, "data", to="varying"), state)
-
-    update = on(after, own, (P(), specs), (P(), specs))
+    (before, _), (init, update) = (on_mesh(reduce, data_mesh(n)) for n in (4, after))
+    params, gradients = jnp.ones((64, 64)), gradients_of(after)
+    state = jax.tree.map(np.asarray, before(params))
     words = r"another number of workers.*init\(params\)\._replace\(step=state\.step\)"
     with pytest.raises(ValueError, match=words):
-        jax.eval_shape(update, params, state)
-    anew = on(after, reduce.init, P(), specs)(params)._replace(step=state.step)
-    jax.eval_shape(update, params, anew)
+        jax.eval_shape(update, gradients, state)
+    anew = init(params)._replace(step=np.asarray(state.step))
+    jax.eval_shape(update, gradients, anew)

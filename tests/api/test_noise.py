@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax import islands
 from tests.support.hlo import collectives
+from tests.support.states import on_mesh
 from tests.support.workers import STOCHASTIC
 
 WORKERS = 4
@@ -58,16 +59,8 @@ def gathered(part: jax.Array, key: jax.Array | None) -> jax.Array:
 
 
 def by_steps(mesh: Mesh, rows: jax.Array) -> list[jax.Array]:
-    transform = dq.all_reduce_gradients("data", method=METHOD)
-    update = jax.jit(
-        jax.shard_map(
-            lambda rows, state: transform.update(rows[0], state),
-            mesh=mesh,
-            in_specs=(P("data"), P()),
-            out_specs=P(),
-        )
-    )
-    state, means = transform.init(rows[0]), []
+    init, update = on_mesh(dq.all_reduce_gradients("data", method=METHOD), mesh)
+    state, means = init(rows[0]), []
     for _ in range(REPEATS):
         mean, state = update(rows, state)
         means.append(mean)

@@ -12,20 +12,13 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods import (
-    METHODS,
-    ErrorFeedback,
-    Method,
-    resolve_method,
-)
-from tests.support.counting import CountingZeros
+from dynamiq_jax.methods import METHODS, ErrorFeedback, Method, resolve_method
 from tests.support.gradients import of_workers, vnmse
-from tests.support.states import of_buckets
-from tests.support.workers import STOCHASTIC, Decaying
+from tests.support.states import of_buckets, on_mesh
+from tests.support.workers import STOCHASTIC, CountingZeros, Decaying, first, mesh_of
 
 NUM_WORKERS = 4
 SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}
@@ -54,7 +47,7 @@ def stepper(optimizer, mesh):
     """One step on a mesh: (local gradients, state, parameters) to (updates, state), replicated."""
 
     def local(stacked, state, params):
-        return optimizer.update(jax.tree.map(lambda leaf: leaf[0], stacked), state, params)
+        return optimizer.update(first(stacked), state, params)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P())
     return jax.jit(mapped)
@@ -80,8 +73,8 @@ class Reducer:
     def __call__(self, tree, state=None):
         """Updates and state of worker 0 after one step, from the initial state if none is given."""
         if state is None:
-            state = self.transformation.init(jax.tree.map(lambda leaf: leaf[0], tree))
-        return jax.tree.map(lambda leaf: leaf[0], self.update(state, tree))
+            state = self.transformation.init(first(tree))
+        return first(self.update(state, tree))
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +133,9 @@ def test_the_state_is_a_plain_pytree_that_keeps_its_shape(method="mxfp8"):
 def test_states_of_all_workers_lie_side_by_side(data_mesh, method, check_vma):
     """Between calls of shard_map, whatever a method remembers."""
     reduce = dq.all_reduce_gradients("data", method=method)
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    arguments = {"mesh": data_mesh(2), "check_vma": check_vma}
-    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=specs, **arguments)
-    update = jax.shard_map(
-        reduce.update, in_specs=(P("data"), specs), out_specs=(P(), specs), **arguments
-    )
-    start = jax.jit(init)(jnp.zeros((64, 96)))
-    mean, state = jax.jit(update)(of_workers(0, 2, 64 * 96).reshape(128, 96), start)
+    init, update = on_mesh(reduce, data_mesh(2), check_vma=check_vma)
+    start = init(jnp.zeros((64, 96)))
+    mean, state = update(of_workers(0, 2, 64 * 96).reshape(2, 64, 96), start)
     assert mean.shape == (64, 96)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, start)
     assert jax.tree.leaves(state.method) and {len(x) for x in jax.tree.leaves(state.method)} == {2}
@@ -173,7 +161,7 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
     tree["exact"] = rng.normal(size=(2, 100)).astype(np.float32)
     method = dq.Compression(CountingZeros(), bucket_bytes=1, bucketing="in_order")
     reduce = dq.all_reduce_gradients("data", method)
-    start = reduce.init(jax.tree.map(lambda leaf: leaf[0], tree))
+    start = reduce.init(first(tree))
     assert start.metrics == {"zeros": 0.0}
     assert start.metrics["zeros"].dtype == np.float32
     update = jax.jit(jax.vmap(lambda local: reduce.update(local, start)[1], axis_name="data"))
@@ -184,7 +172,7 @@ def test_metrics_are_means_over_buckets_by_their_coordinates():
 
 def test_metrics_are_means_over_shards():
     """Half of one shard is zero, and nothing of the other."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=2)
     values = np.ones((2, 2, 4096), np.float32)
     values[:, 1, 2048:] = 0
     compression = dq.Compression(CountingZeros(), specs=P("model"))
@@ -216,15 +204,15 @@ def test_a_method_without_metrics_has_none():
 def test_every_step_has_its_own_noise_and_the_seed_fixes_all_of_it():
     tree = gradients(0)
     reduce = Reducer(seed=1)
-    first, state = reduce(tree)
+    one, state = reduce(tree)
     assert int(state.step) == 1
     second, _ = reduce(tree, state)
     again, _ = reduce(tree)
     other_seed, _ = Reducer(seed=2)(tree)
-    jax.tree.map(np.testing.assert_array_equal, again, first)
-    assert np.any(second["kernel"] != first["kernel"])
-    assert np.any(other_seed["kernel"] != first["kernel"])
-    np.testing.assert_array_equal(second["bias"], first["bias"])  # exact: no noise
+    jax.tree.map(np.testing.assert_array_equal, again, one)
+    assert np.any(second["kernel"] != one["kernel"])
+    assert np.any(other_seed["kernel"] != one["kernel"])
+    np.testing.assert_array_equal(second["bias"], one["bias"])  # exact: no noise
     # A run that starts at step 1 takes that step as the run that got there does.
     late, _ = Reducer(seed=1, start_step=1)(tree)
     jax.tree.map(np.testing.assert_array_equal, late, second)
@@ -246,10 +234,7 @@ def test_a_first_step_that_is_none_is_refused(step):
         ({"kernel": "uncompressed", "": FEEDBACK}, [40 * 128]),
         ({"kernel": "bf16", "": FEEDBACK}, [40 * 128]),
         (dq.Compression(FEEDBACK, exact_below=6000), [64 * 96]),
-        (
-            dq.Compression(FEEDBACK, bucket_bytes=1, bucketing="in_order"),
-            [40 * 128, 64 * 96],
-        ),
+        (dq.Compression(FEEDBACK, bucket_bytes=1, bucketing="in_order"), [40 * 128, 64 * 96]),
     ),
     ids=("all", "exact", "two methods", "exact_below", "buckets"),
 )

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.hlo import unordered
-from tests.support.workers import STOCHASTIC, OfShapes
+from tests.support.workers import STOCHASTIC, OfShapes, mapped, mesh_of
 
 SIZE = 4096
 SMALL_BUCKETS = dq.Compression(bucket_bytes=4 * SIZE, bucketing="in_order")
@@ -88,10 +88,7 @@ FAST = ("twice", "exact leaves beside", "gather and mean")
 FORMS = [
     pytest.param(name, True, marks=() if name in FAST else pytest.mark.slow) for name in INSIDE
 ]
-FORMS += [
-    pytest.param(name, False, marks=pytest.mark.slow)
-    for name in ("twice", "exact leaves beside", "gather and mean")
-]
+FORMS += [pytest.param(name, False, marks=pytest.mark.slow) for name in FAST]
 
 
 @pytest.mark.sampled(2)
@@ -99,14 +96,8 @@ FORMS += [
 def test_collectives_of_one_trace_are_ordered(
     name: str, check_vma: bool, data_mesh: Callable[[int], Mesh]
 ) -> None:
-    mapped = jax.shard_map(
-        lambda x: jax.tree.map(lambda leaf: leaf[None], INSIDE[name](x[0])),
-        mesh=data_mesh(4),
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
-    assert not unordered(text_of(mapped, jnp.ones((4, SIZE))))
+    program = mapped(INSIDE[name], data_mesh(4), check_vma=check_vma)
+    assert not unordered(text_of(program, jnp.ones((4, SIZE))))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -118,12 +109,10 @@ def test_collectives_of_a_vmap_and_behind_it_are_ordered(
 
     def local(x: jax.Array) -> Any:
         rows = jax.vmap(jax.vmap(twice))(x.reshape(2, 2, -1))
-        return *rows, pmean(x[0], 2, method=STOCHASTIC)
+        return *rows, pmean(x, 2, method=STOCHASTIC)
 
-    mapped = jax.shard_map(
-        local, mesh=data_mesh(4), in_specs=P("data"), out_specs=P(), check_vma=check_vma
-    )
-    assert not unordered(text_of(mapped, jnp.ones((4, SIZE))))
+    program = mapped(local, data_mesh(4), check_vma=check_vma)
+    assert not unordered(text_of(program, jnp.ones((4, SIZE))))
 
 
 def text_of(function: Callable[..., Any], *args: Any) -> str:
@@ -132,20 +121,15 @@ def text_of(function: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.slow
 def test_collectives_of_shards_and_fast_axes_are_ordered() -> None:
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fast", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = mesh_of(data=2, fast=2, model=2)
+
+    axes = ("data", "fast")
 
     def reduce(x: jax.Array) -> Any:
-        axes = ("data", "fast")
         tree = {"w": x[0, 0], "bias": x[0, 0, :8]}
         split = dq.pmean(tree, axes, key=key(0), method=dq.Compression(specs=P("model")))
         whole = dq.pmean(2 * x[0, 0], axes, key=key(1), method=dq.Compression(specs=P()))
         return split["w"], whole
 
-    mapped = jax.shard_map(
-        reduce,
-        mesh=mesh,
-        in_specs=P("data", "fast"),
-        out_specs=P(),
-        axis_names={"data", "fast"},
-    )
-    assert not unordered(text_of(mapped, jnp.ones((2, 2, SIZE))))
+    program = jax.shard_map(reduce, mesh=mesh, in_specs=P(*axes), out_specs=P(), axis_names={*axes})
+    assert not unordered(text_of(program, jnp.ones((2, 2, SIZE))))

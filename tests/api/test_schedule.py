@@ -13,12 +13,11 @@ import dynamiq_jax as dq
 from dynamiq_jax._plan.recording import recording
 from dynamiq_jax.methods import METHODS, ErrorFeedback, resolve_method
 from tests.support.gradients import of_workers, vnmse
-from tests.support.states import of_buckets
+from tests.support.states import of_buckets, on_mesh
 from tests.support.workers import Decaying, Largest
 
 WORKERS, STEPS = 4, 6
 GRADIENTS = of_workers(0, WORKERS, STEPS * 4096).reshape(WORKERS, STEPS, 64, 64)
-SPECS = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
 
 class Run:
@@ -28,28 +27,18 @@ class Run:
         self.schedule, self.static = schedule, static
 
         @functools.cache
-        def step(phase):
+        def functions(phase):
             reduce = dq.all_reduce_gradients("data", method=schedule, seed=1, phase=phase)
+            return on_mesh(reduce, mesh)
 
-            @jax.jit
-            @jax.shard_map(mesh=mesh, in_specs=(P("data"), SPECS), out_specs=(P(), SPECS))
-            def update(stacked, state):
-                return reduce.update(stacked[0], state)
-
-            return update
-
-        def init(stacked):
-            return dq.all_reduce_gradients("data", method=schedule).init(stacked[0])
-
-        self._step = step
-        mapped = jax.shard_map(init, mesh=mesh, in_specs=P("data"), out_specs=SPECS)
-        self.start = jax.jit(mapped)(GRADIENTS[:, 0])
+        self._functions = functions
+        self.start = functions(None)[0](GRADIENTS[0, 0])
 
     def steps(self, state, first, last):
         outputs = []
         for number in range(first, last):
             phase = self.schedule.phase(number) if self.static else None
-            output, state = self._step(phase)(GRADIENTS[:, number], state)
+            output, state = self._functions(phase)[1](GRADIENTS[:, number], state)
             outputs.append(np.asarray(output))
         return outputs, state
 

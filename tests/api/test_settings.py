@@ -17,20 +17,14 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import resolve_method
 from dynamiq_jax.methods._registry import PRESETS
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from dynamiq_jax.topologies import TOPOLOGIES
 from dynamiq_jax.training import LocalSGD
 from tests.conformance.table import CASES, CHUNKED, ROWS
 from tests.support.gradients import of_workers
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, mapped
 
 NUM_WORKERS, SHAPE = 4, (24, 256)
 NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
-TOPOLOGIES = {
-    "ring": Ring(),
-    "unrolled": Ring(unroll=True),
-    "butterfly": Butterfly(),
-    "all_to_all": AllToAll(),
-}
 # In the largest array of 64-bit integers that JAX itself makes, to index arrays.
 MOST_NUMBERS = 8
 
@@ -42,18 +36,6 @@ def key() -> jax.Array:
 def gradients(dtype=np.float32):
     return (
         of_workers(0, NUM_WORKERS, int(np.prod(SHAPE))).reshape(NUM_WORKERS, *SHAPE).astype(dtype)
-    )
-
-
-def on_workers(mesh, fn, check_vma=True):
-    """Return a function of stacked trees that runs `fn` on the devices of a mesh."""
-
-    def local(stacked):
-        result = fn(jax.tree.map(lambda leaf: leaf[0], stacked))
-        return jax.tree.map(lambda leaf: leaf[None], result)
-
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
     )
 
 
@@ -91,7 +73,7 @@ def steps(method, topology="ring", **options):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method(name, data_mesh):
     def make():
-        return on_workers(data_mesh(NUM_WORKERS), steps(NAMES[name]))
+        return mapped(steps(NAMES[name]), data_mesh(NUM_WORKERS))
 
     # Methods that draw, index or count in ways of their own are compiled, and others are traced.
     check_same(make, gradients(), run=name in ROWS and ROWS[name].draws)
@@ -106,25 +88,21 @@ def test_every_half(name, data_mesh):
         part = dq.psum_scatter(gradient, "data", method, key=key(), tiled=True)
         return part, dq.all_gather(part, "data", method, key=key(), tiled=True)
 
-    check_same(
-        lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=name == "two widths"
-    )
+    check_same(lambda: mapped(fn, data_mesh(NUM_WORKERS)), gradients(), run=name == "two widths")
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", (*TOPOLOGIES, "ring:unroll=True"))
 @pytest.mark.parametrize("method", ("dynamiq", "mxfp4"))
 def test_every_topology(method, topology, check_vma, data_mesh):
-    fn = steps(method, TOPOLOGIES[topology])
-    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn, check_vma), gradients(), run=False)
+    fn, mesh = steps(method, topology), data_mesh(NUM_WORKERS)
+    check_same(lambda: mapped(fn, mesh, check_vma=check_vma), gradients(), run=False)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("method", "run"),
-    ((TWO_WIDTHS, False), (STOCHASTIC, True)),
-    ids=("dynamiq", "stochastic"),
+    ("method", "run"), ((TWO_WIDTHS, False), (STOCHASTIC, True)), ids=("dynamiq", "stochastic")
 )
 def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
     choice = dq.Compression(method, max_error=1e-3, exact_below=0)
@@ -135,13 +113,13 @@ def test_sums_with_metrics_and_a_limit(method, run, data_mesh):
             {"w": gradient, "n": jnp.int32(5), "b": gradient[0]}, "data", key=key(), **arguments
         )
 
-    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), gradients(), run=run)
+    check_same(lambda: mapped(fn, data_mesh(NUM_WORKERS)), gradients(), run=run)
 
 
 def test_dtypes(data_mesh):
     fn = steps(STOCHASTIC)
     tree = {dtype: gradients(jnp.dtype(dtype)) for dtype in ("bfloat16", "float16")}
-    check_same(lambda: on_workers(data_mesh(NUM_WORKERS), fn), tree)
+    check_same(lambda: mapped(fn, data_mesh(NUM_WORKERS)), tree)
 
 
 def test_train_steps(data_mesh):
@@ -171,8 +149,8 @@ def test_local_steps(data_mesh):
             mine, state = train.update(mine, state)
         return jax.tree.map(lambda leaf: leaf[None], mine)
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-    check_same(lambda: mapped, params, gradients())
+    steps_of_all = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    check_same(lambda: steps_of_all, params, gradients())
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -182,10 +160,9 @@ def test_local_steps(data_mesh):
 @pytest.mark.parametrize("name", CASES)
 def test_checks_of_nan_find_none(name, data_mesh):
     """Nor in lanes whose values are not used."""
-    mapped = on_workers(data_mesh(NUM_WORKERS), steps(NAMES[name]))
+    compiled = jax.jit(mapped(steps(NAMES[name]), data_mesh(NUM_WORKERS)))
     values = gradients()
     values[:, 3] = 0
-    compiled = jax.jit(mapped)
     with jax.debug_nans(True):
         jax.block_until_ready(compiled(values))
 
@@ -194,4 +171,4 @@ def test_checks_of_nan_find_none(name, data_mesh):
 @pytest.mark.parametrize("method", ("dynamiq", "mxfp4"))
 def test_internal_checks_of_jax_pass(method, data_mesh):
     with jax.enable_checks(True):
-        jax.make_jaxpr(on_workers(data_mesh(NUM_WORKERS), steps(method)))(gradients())
+        jax.make_jaxpr(mapped(steps(method), data_mesh(NUM_WORKERS)))(gradients())

@@ -8,24 +8,15 @@ import numpy as np
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
+from dynamiq_jax.topologies import TOPOLOGIES
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import STOCHASTIC, TWO_WIDTHS, call_on, simulated
 
 N = 4
 KEY = jax.random.key(11)
-TOPOLOGIES = {
-    "ring": Ring(),
-    "butterfly": Butterfly(),
-    "all_to_all": AllToAll(),
-}
 METHODS = {"dynamiq": TWO_WIDTHS, "stochastic": STOCHASTIC, "exact": dq.methods.Exact()}
 # Of a sum of four workers: least and most.
-ERRORS = {
-    "dynamiq": (1e-6, 5e-3),
-    "stochastic": (1e-6, 1e-4),
-    "exact": (-1, 1e-12),
-}
+ERRORS = {"dynamiq": (1e-6, 5e-3), "stochastic": (1e-6, 1e-4), "exact": (-1, 1e-12)}
 
 
 def gradient(shape=(96, 200)) -> np.ndarray:
@@ -34,7 +25,7 @@ def gradient(shape=(96, 200)) -> np.ndarray:
 
 @functools.cache
 def scattered(method: str, topology: str):
-    choice = dq.Compression(METHODS[method], TOPOLOGIES[topology])
+    choice = dq.Compression(METHODS[method], topology)
     return simulated(lambda key, g: dq.psum_scatter(g, "data", choice, key=key, tiled=True))
 
 

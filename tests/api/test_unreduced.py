@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
 from tests.support.gradients import vnmse
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, mesh_of
 
 KEY = jax.random.key(0)
 HAS_MAPS = jax.__version_info__ >= (0, 11)  # over some axes of unreduced arrays
@@ -19,7 +19,7 @@ needs_maps = pytest.mark.skipif(not HAS_MAPS, reason="JAX 0.10 cannot map over o
 
 @pytest.fixture
 def mesh():
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(kind=AxisType.Explicit, data=2, fsdp=4)
     with jax.set_mesh(mesh):
         yield mesh
 

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.conformance.table import CHUNKED, TRACED
 from tests.support.gradients import of_workers
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, mapped
 
 NUM_WORKERS, MODELS, SHAPE = 4, 2, (12, 256)
 KEY = jax.random.key(3)
@@ -33,24 +32,14 @@ def gradients() -> np.ndarray:
 def check_equals_loop(mesh, fn, atol=0.0):
     """Check a function of one model on one worker under `vmap` against a loop over models."""
 
-    def mapped(fn, *, check_vma=True):
-        def local(stacked):
-            return jax.tree.map(lambda leaf: leaf[None], fn(stacked[0]))
-
-        return jax.jit(
-            jax.shard_map(
-                local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
-            )
-        )
-
     values = gradients()
-    found = mapped(jax.vmap(fn))(values)
-    one = mapped(fn)
+    found = jax.jit(mapped(jax.vmap(fn), mesh))(values)
+    one = jax.jit(mapped(fn, mesh))
     expected = [one(values[:, model]) for model in range(MODELS)]
     expected = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *expected)
     is_near = functools.partial(np.testing.assert_allclose, rtol=0, atol=atol)
     jax.tree.map(is_near, found, expected)
-    untyped = jax.eval_shape(mapped(jax.vmap(fn), check_vma=False), values)
+    untyped = jax.eval_shape(mapped(jax.vmap(fn), mesh, check_vma=False), values)
     assert jax.tree.map(jnp.shape, untyped) == jax.tree.map(jnp.shape, expected)
 
 

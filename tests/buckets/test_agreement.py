@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -22,6 +21,8 @@ from pallas_kernels._jax import compat
 from pallas_kernels._native.build import SWITCH
 from tests.support import processes
 from tests.support.agreement_worker import DISAGREEING, outcomes
+from tests.support.islands import together
+from tests.support.workers import mesh_of
 
 
 def test_processes_of_a_job_run_what_is_the_same_and_hear_of_what_is_not():
@@ -91,22 +92,16 @@ def silent():
 
 def agree(exchanges, descriptions, group=None, **how):
     """Run one comparison in a thread for each process: errors, None where there is none."""
-    results = [None] * len(exchanges)
     group = tuple(range(len(exchanges))) if group is None else group
 
-    def run(index):
+    def run(one, description):
         try:
-            exchanges[index].agree(descriptions[index], group, **how)
+            return one.agree(description, group, **how)
         except RuntimeError as error:
-            results[index] = str(error)
+            return str(error)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(exchanges))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
+    pairs = zip(exchanges, descriptions, strict=True)
+    return together([functools.partial(run, *pair) for pair in pairs])
 
 
 def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
@@ -192,7 +187,7 @@ def test_a_service_that_fails_stops_no_run():
 
 
 def on_mesh(size: int, method="mxfp8", names=("w",)):
-    mesh = jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=size)
 
     def local():
         leaf = jnp.zeros((16, 256)) + jax.lax.axis_index("data").astype(jnp.float32)
@@ -253,7 +248,7 @@ def test_nothing_is_compared_elsewhere(described):
     on_mesh(jax.device_count(), method=dq.Compression(check_agreement=False)).lower()
     local = functools.partial(dq.pmean, axis_name="data", method="bf16", key=jax.random.key(0))
     on_workers = jax.vmap(local, axis_name="data")
-    mesh = jax.make_mesh((jax.device_count(),), ("other",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(other=jax.device_count())
     how = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
     for mapped in (on_workers, jax.shard_map(on_workers, **how)):
         jax.jit(mapped).lower(jnp.ones((2, 4096)))
@@ -322,7 +317,7 @@ def test_a_call_runs_what_it_traces_and_lowering_does_not():
         return jax.jit(traced)(x)
 
     x = jnp.ones(3)
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=1)
     mapped = jax.shard_map(traced, mesh=mesh, in_specs=P(), out_specs=P())
     for call in (traced, jax.jit(called_within), jax.grad(lambda x: traced(x).sum()), mapped):
         call(x)
@@ -349,14 +344,8 @@ def test_threads_of_a_process_have_one_exchange(monkeypatch):
             super().__init__(*args)
 
     monkeypatch.setattr(agreement, "Exchange", Slow)
-    job, found = compat.DistributedProcess(object(), 0, 2), []
-    threads = [
-        threading.Thread(target=lambda: found.append(agreement.exchange_of(job))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    job = compat.DistributedProcess(object(), 0, 2)
+    found = together([functools.partial(agreement.exchange_of, job)] * 4)
     assert len(found) == 4 and len({*map(id, found)}) == 1
 
 

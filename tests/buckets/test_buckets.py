@@ -23,28 +23,17 @@ from dynamiq_jax.methods import ChunkedMethod, RecodedChunks, WireCost
 from tests.support.buckets import plan_of
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, on_mesh, simulated
+from tests.support.workers import COLLECTIVES, STOCHASTIC, mapped, on_mesh, simulated
 
 KEY = jax.random.key(0)
 in_order = functools.partial(dq.Compression, bucketing="in_order")  # see test_stripes.py for others
 # Each gives a whole result or the worker's part.
-COLLECTIVES = {
-    "pmean": dq.pmean,
-    "psum_scatter": functools.partial(dq.psum_scatter, tiled=True),
-    "all_gather": functools.partial(dq.all_gather, tiled=True),
-}
-every_collective = pytest.mark.parametrize("name", COLLECTIVES)
+every_collective = pytest.mark.parametrize("name", ("pmean", "psum_scatter", "all_gather"))
 
 
 def compiled(mesh, tree, fn) -> str:
     """HLO of a function of local trees, for stacked shapes [workers, ...]."""
-
-    def local(stacked):
-        result = fn(jax.tree.map(lambda leaf: leaf[0], stacked))
-        return jax.tree.map(lambda leaf: leaf[None], result)
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    return jax.jit(mapped).lower(tree).compile().as_text()
+    return jax.jit(mapped(fn, mesh)).lower(tree).compile().as_text()
 
 
 # ----------------------------------------------------------------------------------------- plans
@@ -147,20 +136,15 @@ def stacked_tree():
 @pytest.mark.parametrize("bucket_bytes", (1 << 20, 4 * 6400, 1), ids=("one", "two", "four"))
 def test_leaves_of_several_sizes_come_back_in_their_places(name, bucket_bytes):
     """Whatever the buckets. The bound is that of bfloat16: nothing is where another one belongs."""
-    tree = stacked_tree()
-    exact = {
-        "pmean": lax.pmean,
-        "psum_scatter": functools.partial(lax.psum_scatter, tiled=True),
-        "all_gather": functools.partial(lax.all_gather, tiled=True),
-    }
+    tree, (collective, exact) = stacked_tree(), COLLECTIVES[name]
     scale = 4 if name == "all_gather" else 1  # buckets of a gather count once gathered
 
     def local(key, tree):
         method = in_order("bf16", bucket_bytes=scale * bucket_bytes, exact_below=0)
-        return COLLECTIVES[name](tree, "data", method, key=key)
+        return collective(tree, "data", method, key=key)
 
     found = simulated(local)(KEY, tree)
-    expected = simulated(lambda key, tree: exact[name](tree, "data"))(KEY, tree)
+    expected = simulated(lambda key, tree: exact(tree, "data"))(KEY, tree)
     for leaf in tree:
         assert (found[leaf].shape, found[leaf].dtype) == (expected[leaf].shape, np.float32)
         assert 1e-7 < vnmse(found[leaf], expected[leaf]) < 2e-5, leaf
@@ -172,13 +156,12 @@ def test_buckets_have_rounding_noise_of_their_own(name):
     leaf = of_workers(0, 2, 4096)
 
     def local(key, tree):
-        return COLLECTIVES[name](tree, "data", in_order(STOCHASTIC, bucket_bytes=1), key=key)
+        return COLLECTIVES[name][0](tree, "data", in_order(STOCHASTIC, bucket_bytes=1), key=key)
 
     run = simulated(local)
     result, again = (run(KEY, {"a": leaf, "b": leaf}) for _ in range(2))
     assert np.mean(np.asarray(result["a"]) != np.asarray(result["b"])) > 0.1
-    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, result, again)
 
 
 @pytest.mark.sampled(2)
@@ -200,8 +183,7 @@ def test_equal_buckets_share_a_codec_and_keep_their_bits(data_mesh, stacked, unr
             c for c in collectives(compiled(data_mesh(2), shapes, reduce)) if c.kind == "all-gather"
         ]
         codecs.append(len(gathers))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, *results)
     assert codecs == [count, unrolled + 1]
 
 
@@ -230,7 +212,7 @@ def test_small_buckets_are_collectives_of_their_own(data_mesh, name):
     """As many as the options ask for, and together they send the bytes of the report."""
     leaves = dict.fromkeys("abcd", jax.ShapeDtypeStruct((8192,), jnp.float32))
     tree = dict.fromkeys("abcd", jax.ShapeDtypeStruct((4, 8192), jnp.float32))
-    collective = functools.partial(COLLECTIVES[name], axis_name="data", key=KEY)
+    collective = functools.partial(COLLECTIVES[name][0], axis_name="data", key=KEY)
     whole = 8192 * (16 if name == "all_gather" else 4)  # bytes of a leaf in a bucket
     for bucket_bytes, count in ((1, 4), (2 * whole, 2), (1 << 30, 1)):
         options = in_order("bf16", bucket_bytes=bucket_bytes)
@@ -256,8 +238,8 @@ def test_memory_beside_the_result_is_that_of_two_buckets(data_mesh):
     def mean(tree):
         return dq.pmean(tree, "data", in_order(STOCHASTIC, bucket_bytes=4 * size), key=KEY)
 
-    mapped = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
-    memory = jax.jit(mapped).lower(tree).compile().memory_analysis()
+    program = jax.shard_map(mean, mesh=data_mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
+    memory = jax.jit(program).lower(tree).compile().memory_analysis()
     assert memory.output_size_in_bytes >= 4 * size * count
     assert memory.temp_size_in_bytes <= memory.output_size_in_bytes + 2.5 * 4 * size
 
@@ -273,7 +255,7 @@ def test_a_bucket_waits_for_those_before_it(data_mesh, name):
     def transfers_for(leaf):
         def of_leaf(tree):
             method = in_order("bf16", bucket_bytes=1)
-            return COLLECTIVES[name](tree, "data", method, key=KEY)[leaf]
+            return COLLECTIVES[name][0](tree, "data", method, key=KEY)[leaf]
 
         return len(collectives(compiled(data_mesh(2), tree, of_leaf)))
 
@@ -308,7 +290,7 @@ def test_a_bucket_does_not_wait_until_others_are_decoded(data_mesh, name):
     def counts(names):
         def fn(tree):
             method = in_order(Sorting(), "all_to_all", bucket_bytes=1)
-            result = COLLECTIVES[name](tree, "data", method, key=KEY)
+            result = COLLECTIVES[name][0](tree, "data", method, key=KEY)
             return [result[leaf] for leaf in names]
 
         text = compiled(data_mesh(2), tree, fn)

@@ -57,8 +57,7 @@ def test_every_coordinate_is_in_one_piece(columns, batch, pieces):
 
 
 @given(
-    columns=st.lists(st.integers(1, 3 * 2**17), min_size=2, max_size=60),
-    pieces=st.integers(1, 40),
+    columns=st.lists(st.integers(1, 3 * 2**17), min_size=2, max_size=60), pieces=st.integers(1, 40)
 )
 def test_small_neighbors_are_dealt_as_one(columns, pieces):
     """Groups keep the order of vectors, and join small ones, and at most 3/4 of all coordinates."""

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from tests.support.gradients import of_workers, vnmse
-from tests.support.workers import simulated
+from tests.support.states import SPECS, on_mesh
+from tests.support.workers import mesh_of, simulated
 
 KEY = jax.random.key(5)
 SIZE = 2**20
@@ -216,12 +216,11 @@ def test_metrics_have_the_bytes_of_the_report(axes):
 
 def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
     """Under check_vma=True, which a scan and out_specs=P() need, and beside another axis."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=2)
     steep = 10 ** np.linspace(-4, 4, 2**13, dtype=np.float32)
     values = np.stack([noise(2, 0)[:, : 2**13], noise(2, 1)[:, : 2**13] * steep], 1)
     method = dq.DynamiQ(widths=(4, 5, 8))
     reduce = dq.all_reduce_gradients("data", method, with_metrics=True)
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
 
     def update(values, state):
         def one(state, _):
@@ -229,7 +228,7 @@ def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
 
         return jax.lax.scan(one, state, length=2)[0]
 
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data", "model"), specs), out_specs=specs)
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data", "model"), SPECS), out_specs=SPECS)
     metrics = jax.jit(mapped)(values, reduce.init(values[0])).metrics
     for value in metrics.values():
         assert len({np.asarray(shard.data).tobytes() for shard in value.addressable_shards}) == 1
@@ -262,17 +261,12 @@ def test_a_limit_holds_in_every_step_and_lets_go_afterwards(data_mesh, options):
     choice = dq.Compression(FEW_WIDTHS, max_error=limit, **options)
     reduce = dq.all_reduce_gradients("data", choice, with_metrics=True)
 
-    @jax.jit
-    @jax.shard_map(mesh=data_mesh(2), in_specs=(P("data"), P()), out_specs=(P(), P()))
-    def update(values, state):
-        return reduce.update(values.reshape(-1, 1024), state)
-
-    state, fallbacks = reduce.init(None), []
+    init, update = on_mesh(reduce, data_mesh(2))
+    state, fallbacks = init(jnp.zeros((SIZE // 2**13, 1024))), []
     for step in range(8):
-        values = hostile(step)
+        values = hostile(step).reshape(2, -1, 1024)
         mean, state = update(values, state)
-        truth = values.mean(0, dtype=np.float64).reshape(-1, 1024)
-        error = vnmse(mean, truth)
+        error = vnmse(mean, values.mean(0, dtype=np.float64))
         assert error < limit
         fallbacks.append(int(state.metrics["fallbacks"]))
         assert (error < 1e-12) == (fallbacks[-1] == buckets)
@@ -299,7 +293,7 @@ def test_without_metrics_a_limit_holds_too():
 
 
 def test_shards_are_counted_once():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     values = of_workers(3, 2, 256 * 512).reshape(2, 256, 512)
 
     @jax.jit

@@ -7,12 +7,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._measurement.gradients import worker_gradients
 from tests.support.gradients import vnmse
+from tests.support.workers import mesh_of
 
 # XLA rewrites products of factors, which matters at the ends of the range.
 pytestmark = pytest.mark.optimized
@@ -120,7 +120,7 @@ def test_with_a_limit_only_coordinates_that_are_not_finite_are_lost(bad):
 
 def test_a_limit_and_shards():
     """Shards agree whether to fall back: the worse of them decides for all."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, model=4)
     values = np.abs(worker_gradients(2, 4 * SIZE, seed=0)).reshape(2, 4, SIZE)
     values[:, 1:] = 1e-37  # three shards alone would be zeros
     values[1, 2, 300] = 1e38

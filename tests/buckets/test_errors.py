@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, resolve_method
 from dynamiq_jax.topologies import TOPOLOGIES, Ring, resolve_topology
-from tests.support.workers import Decaying, on_mesh, simulated
+from tests.support.workers import Decaying, mesh_of, on_mesh, simulated
 
 KEY = jax.random.key(0)
 GRADIENT = np.ones((2, 2048), np.float32)
@@ -306,7 +306,7 @@ def test_a_state_of_leaves_that_are_split_in_another_way(specs):
     )
     mapped = jax.shard_map(
         lambda g: other.update(g, one.init(g))[0],
-        mesh=jax.make_mesh((2, 2, 2), ("data", "model", "other"), axis_types=(AxisType.Auto,) * 3),
+        mesh=mesh_of(data=2, model=2, other=2),
         in_specs=P("data"),
         out_specs=P(),
         axis_names={"data"},
@@ -415,7 +415,7 @@ def test_a_state_of_several_workers():
 
 def test_an_axis_of_vmap_that_the_mesh_has_too():
     """`spmd_axis_name` leaves the sum to the compiler, which knows nothing of codecs."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=4)
     replicas = jnp.ones((4, 4096))
     mean = functools.partial(dq.pmean, axis_name="data", key=KEY)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"give the .* to dq\.compress"):

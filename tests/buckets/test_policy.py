@@ -109,8 +109,7 @@ def test_every_method_works_beside_another_one(name):
     saved = jax.tree.map(np.array, state)
     means, after = update(tree, state)
     again, state = update(tree, saved)
-    for one, other in zip(*map(jax.tree.leaves, ((means, after), (again, state))), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, (means, after), (again, state))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, saved)
     assert set(after.metrics) == {*resolve_method(name).metrics, "reset_states"}
     assert (after.metrics["reset_states"] == 0).all()

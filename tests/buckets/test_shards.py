@@ -16,24 +16,21 @@ from benchmarks.speed.mesh_bytes import sent_by_axes
 from dynamiq_jax._inputs.shards import Shards
 from dynamiq_jax.methods import ErrorFeedback
 from tests.support.gradients import of_workers, vnmse
-from tests.support.states import of_buckets
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, Largest
+from tests.support.states import of_buckets, on_mesh
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, Largest, mesh_of
 
 KEY = jax.random.key(3)
 WIDTH, HIDDEN, ROWS = 256, 1024, 16
-MESHES = {
-    "data 2 x fsdp 4": ((2, 4), ("data", "fsdp")),
-    "data 4 x fsdp 2": ((4, 2), ("data", "fsdp")),
-    "data 2 x fsdp 2 x tensor 2": ((2, 2, 2), ("data", "fsdp", "tensor")),
-    "data 2 x expert 4": ((2, 4), ("data", "expert")),
-    "data 8 x fsdp 1": ((8, 1), ("data", "fsdp")),
-}
+MESHES = (
+    *("data 2 x fsdp 4", "data 4 x fsdp 2", "data 2 x fsdp 2 x tensor 2"),
+    *("data 2 x expert 4", "data 8 x fsdp 1"),
+)
 
 
 @functools.cache
-def mesh_of(name: str, kind: AxisType = AxisType.Auto):
-    shape, names = MESHES[name]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+def mesh_named(name: str, kind: AxisType = AxisType.Auto):
+    sizes = dict(part.split() for part in name.split(" x "))
+    return mesh_of(kind=kind, **{axis: int(size) for axis, size in sizes.items()})
 
 
 def specs_of(mesh):
@@ -132,7 +129,7 @@ def method_of(mesh_name: str):
 
 @functools.cache
 def compiled(form: str, mesh_name: str):
-    mesh = mesh_of(mesh_name)
+    mesh = mesh_named(mesh_name)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs_of(mesh).items()}
     split = NamedSharding(mesh, P("data"))
     step = jax.jit(
@@ -155,7 +152,7 @@ def test_every_device_sends_its_own_shards(form, mesh_name):
     """The bytes of the compiled program are those of the report, and the whole divided by the
     other axes; these carry no more than in an exact step.
     """
-    mesh, specs = mesh_of(mesh_name), specs_of(mesh_of(mesh_name))
+    mesh, specs = mesh_named(mesh_name), specs_of(mesh_named(mesh_name))
     method = method_of(mesh_name)
 
     def reported(names):
@@ -195,7 +192,7 @@ def test_a_step_needs_hardly_more_memory_than_an_exact_one(form, mesh_name):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "mesh_name"), CASES)
 def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form, mesh_name):
-    mesh = mesh_of(mesh_name)
+    mesh = mesh_named(mesh_name)
     grads = compiled(form, mesh_name)(placed(mesh), batch(), KEY)
     expected = jax.grad(loss_fn)(params(), batch())
     for name, grad in grads.items():
@@ -216,17 +213,7 @@ def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form
 def on_shards(mesh, method, specs):
     """Return the first state of parameters, and a step of stacked gradients, on a mesh."""
     reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, specs=specs))
-    of_states = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-    how = {"mesh": mesh, "axis_names": {"data"}}
-
-    def local(stacked, state):
-        return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
-
-    update = jax.shard_map(
-        local, in_specs=(P("data"), of_states), out_specs=(P(), of_states), **how
-    )
-    init = jax.shard_map(reduce.init, in_specs=P(), out_specs=of_states, **how)
-    return jax.jit(init), jax.jit(update)
+    return on_mesh(reduce, mesh, axis_names={"data"})
 
 
 def saved(state):
@@ -239,7 +226,7 @@ def test_states_are_split_as_the_gradients_are():
     """
     own = {"in": of_workers(0, 2, 256 * 512).reshape(2, 256, 512), "scale": of_workers(1, 2, 4096)}
     specs = {"in": P("fsdp"), "scale": P()}
-    init, update = on_shards(mesh_of("data 2 x fsdp 4"), ErrorFeedback(inner=Largest()), specs)
+    init, update = on_shards(mesh_named("data 2 x fsdp 4"), ErrorFeedback(inner=Largest()), specs)
     first, state = update(own, init({"in": jnp.zeros((256, 512)), "scale": jnp.zeros(4096)}))
     (second, after), (again, _) = update(own, state), update(own, saved(state))
     of_shards, whole = (bucket.residual for bucket in of_buckets(after).values())
@@ -253,14 +240,12 @@ def test_states_are_split_as_the_gradients_are():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "method",
-    ("ef+mxfp4", ErrorFeedback(inner=TWO_WIDTHS)),
-    ids=("mxfp4", "dynamiq"),
+    "method", ("ef+mxfp4", ErrorFeedback(inner=TWO_WIDTHS)), ids=("mxfp4", "dynamiq")
 )
 def test_states_of_every_kind_resume_on_shards(method):
     """Saved after a step and read again: the same bits, on all workers, in every shard."""
     own = [of_workers(step, 2, 128 * 256).reshape(2, 128, 256) for step in range(2)]
-    init, update = on_shards(mesh_of("data 2 x fsdp 4"), method, P("fsdp"))
+    init, update = on_shards(mesh_named("data 2 x fsdp 4"), method, P("fsdp"))
     first, state = update(own[0], init(jnp.zeros((128, 256))))
     steps = update(own[1], state), update(own[1], saved(state))
     jax.tree.map(np.testing.assert_array_equal, *steps)
@@ -276,9 +261,9 @@ def test_states_of_every_kind_resume_on_shards(method):
 def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
     """Saved on data 2 x fsdp 4 and resumed where two axes make the same parts: the same bits."""
     own, method = of_workers(0, 2, 512 * 256).reshape(2, 512, 256), ErrorFeedback(inner=STOCHASTIC)
-    init, update = on_shards(mesh_of("data 2 x fsdp 4"), method, P("fsdp"))
+    init, update = on_shards(mesh_named("data 2 x fsdp 4"), method, P("fsdp"))
     _, state = update(own, init(jnp.zeros((512, 256))))
-    on_three = mesh_of("data 2 x fsdp 2 x tensor 2")
+    on_three = mesh_named("data 2 x fsdp 2 x tensor 2")
     _, there = on_shards(on_three, method, P(("fsdp", "tensor")))
     state = jax.tree.map(np.asarray, state)
     jax.tree.map(np.testing.assert_array_equal, update(own, state), there(own, state))
@@ -286,7 +271,7 @@ def test_a_run_goes_on_alike_on_another_mesh_with_the_same_shards():
 
 def test_types_say_how_leaves_are_split_over_explicit_axes():
     """Under JAX's default axis types no specs are needed, and results are split alike."""
-    mesh = mesh_of("data 2 x fsdp 4", AxisType.Explicit)
+    mesh = mesh_named("data 2 x fsdp 4", AxisType.Explicit)
     stacked = of_workers(0, 2, 256 * 512).reshape(2, 256, 512)
     with jax.set_mesh(mesh):
         leaf = jax.reshard(stacked, P("data", None, "fsdp"))
@@ -308,7 +293,7 @@ def test_types_say_how_leaves_are_split_over_explicit_axes():
 
 
 def test_axes_of_one_device_do_not_count():
-    mesh = jax.make_mesh((2, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, fsdp=1)
     how = {"mesh": mesh, "in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
     mapped = jax.shard_map(lambda g: dq.pmean(g, "data", STOCHASTIC, key=KEY), **how)
     own = of_workers(0, 2, 4096)

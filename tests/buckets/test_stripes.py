@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -20,7 +19,7 @@ from tests.support.buckets import plan_of
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
 from tests.support.hlo import collectives
 from tests.support.states import of_buckets
-from tests.support.workers import STOCHASTIC, OfShapes, on_mesh, simulated
+from tests.support.workers import STOCHASTIC, OfShapes, mesh_of, on_mesh, simulated
 
 KEY = jax.random.key(3)
 striped = functools.partial(dq.Compression, bucketing="striped", exact_below=0)
@@ -93,12 +92,7 @@ def test_buckets_are_alike_and_hardly_larger_than_asked_for(sizes, bucket_bytes)
 
 @pytest.mark.parametrize(
     ("topology", "is_striped"),
-    (
-        (Ring(), True),
-        (Ring(unroll=True), False),
-        (AllToAll(), False),
-        (Butterfly(), False),
-    ),
+    ((Ring(), True), (Ring(unroll=True), False), (AllToAll(), False), (Butterfly(), False)),
 )
 def test_buckets_are_striped_where_nothing_runs_under_a_loop(topology, is_striped):
     """Unless the user says otherwise."""
@@ -268,7 +262,7 @@ def test_shards_are_striped_on_every_device():
     """Over data and fsdp: as the mean of whole leaves, with the types of the shards. It leaves a
     checked map, though it is written over values that vary.
     """
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=2, fsdp=4)
     tree = {"a": of_workers(0, 2, 16 * LEAF).reshape(2, 16, LEAF)}
     method = striped(STOCHASTIC, bucket_bytes=4 * LEAF, specs=P("fsdp"))
 

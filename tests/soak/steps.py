@@ -37,9 +37,14 @@ class Step:
         self.workers = devices.size
         self.stacked = P(names)
         self.values = self.put(
-            [self._values(number, each) for number, each in enumerate(program.collectives)]
+            [
+                self._drawn(number, each, (self.workers,))
+                for number, each in enumerate(program.collectives)
+            ]
         )
-        self.weights = [self._weights(each) for each in program.collectives]
+        self.weights = [  # parameters of global functions
+            self._drawn(0xA, each) if each.kind == COMPRESS else [] for each in program.collectives
+        ]
 
     def put(self, tree: Tree) -> Tree:
         """Place stacked arrays of all workers, of which each process has its own rows."""
@@ -72,34 +77,23 @@ class Step:
 
     # ---------------------------------------------------------------------------------- values
 
-    def shapes(self, each: Collective) -> list[tuple[int, ...]]:
-        """Return the shapes of the leaves of one worker."""
-        count = self._size(each.axes[:1]) if each.kind == "psum_scatter" else 1
+    def _shapes(self, each: Collective, whole_in: str) -> list[tuple[int, int]]:
+        """Return the shapes of leaves of one worker, which are whole in one kind of collective."""
+        count = self.mesh.shape[each.axes[0]] if each.kind == whole_in else 1
         return [(leaf.rows * count, leaf.columns) for leaf in each.leaves]
 
-    def _result_shapes(self, each: Collective) -> list[tuple[int, ...]]:
-        count = self._size(each.axes[:1]) if each.kind == "all_gather" else 1
-        return [(leaf.rows * count, leaf.columns) for leaf in each.leaves]
-
-    def _size(self, axes: tuple[str, ...]) -> int:
-        return int(np.prod([self.mesh.shape[axis] for axis in axes]))
-
-    def _values(self, number: int, each: Collective) -> list[np.ndarray]:
+    def _drawn(
+        self, number: int, each: Collective, stacked: tuple[int, ...] = ()
+    ) -> list[np.ndarray]:
+        """Draw values. Those that are summed exactly are integers, which no order rounds."""
         random = np.random.default_rng((self.program.seed, number))
-        return [
-            _drawn(random, (self.workers, *shape), leaf, each)
-            for shape, leaf in zip(self.shapes(each), each.leaves, strict=True)
-        ]
-
-    def _weights(self, each: Collective) -> list[np.ndarray]:
-        """Parameters of a global function."""
-        if each.kind != COMPRESS:
-            return []
-        random = np.random.default_rng((self.program.seed, 0xA))
-        return [
-            _drawn(random, shape, leaf, each)
-            for shape, leaf in zip(self.shapes(each), each.leaves, strict=True)
-        ]
+        values = []
+        for shape, leaf in zip(self._shapes(each, "psum_scatter"), each.leaves, strict=True):
+            is_exact = each.method == "exact" or leaf.rows * leaf.columns < 1024
+            size = (*stacked, *shape)
+            drawn = random.integers(-8, 9, size) if is_exact else random.standard_normal(size)
+            values.append(drawn.astype(np.float32).astype(jnp.dtype(leaf.dtype)))
+        return values
 
     # ------------------------------------------------------------------------------------- step
 
@@ -119,7 +113,7 @@ class Step:
         )
         states = map_local(values) if self._is_stateful() else []
         sums = [
-            [jnp.zeros((self.workers, *shape)) for shape in self._result_shapes(each)]
+            [jnp.zeros((self.workers, *shape)) for shape in self._shapes(each, "all_gather")]
             for each in self.program.collectives
         ]
         return {"sums": sums, "states": states}
@@ -213,13 +207,6 @@ def another(program: Program) -> Program:
         for each in program.collectives
     )
     return dataclasses.replace(program, collectives=collectives, alone=None)
-
-
-def _drawn(random: Any, shape: tuple[int, ...], leaf: Leaf, each: Collective) -> np.ndarray:
-    """Draw values. Those that are summed exactly are integers: no order of a sum rounds them."""
-    is_exact = each.method == "exact" or leaf.rows * leaf.columns < 1024
-    drawn = random.integers(-8, 9, shape) if is_exact else random.standard_normal(shape)
-    return drawn.astype(np.float32).astype(jnp.dtype(leaf.dtype))
 
 
 def _loss(weights: Tree, values: Tree) -> Array:

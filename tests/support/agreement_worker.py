@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax import training
 from dynamiq_jax._check import exchange
+from tests.support.workers import mesh_of
 
 SIZE = 4096
 LONG = 90.0  # seconds to wait for processes that do come, on a busy machine
@@ -36,8 +37,7 @@ def mean(name: str, *, key: int | jax.Array = 0, **arguments: Any) -> Any:
 
 
 def on_mesh(function: Callable[[], Any], mesh: jax.sharding.Mesh | None = None) -> Any:
-    if mesh is None:
-        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh or mesh_of(data=jax.device_count())
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
     return jax.jit(mapped)
 
@@ -65,8 +65,7 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
 
 def compressed(name: str, mesh: jax.sharding.Mesh | None = None, **arguments: Any) -> Any:
     """Jit a compressed step with shardings alone, of all devices or of a mesh."""
-    if mesh is None:
-        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh or mesh_of(data=jax.device_count())
     in_specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     step = dq.compress(jax.grad(loss_fn), "data", in_specs=in_specs, **arguments)
     params, x = {name: np.ones((64, 64), np.float32)}, np.ones((8, 64), np.float32)
@@ -98,8 +97,8 @@ def within(a: Any, b: Any, *words: str) -> Case:
     return inside(a), inside(b), words
 
 
-def methods(a: Any, b: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"method": a}, {"method": b}
+def methods(a: Any, b: Any, *words: str, function: Callable[..., Any] = mean) -> Case:
+    return case(function, {"method": a}, {"method": b}, *words)
 
 
 def steps(a: Callable[[str], Any], b: Callable[[str], Any], *words: str) -> Case:
@@ -120,36 +119,26 @@ def of_half(half: Any) -> Callable[[str], Any]:
 
 
 DISAGREEING: dict[str, Case] = {
-    "method": case(mean, *methods("dynamiq", "mxfp8"), "method", "DynamiQ", "MXFP8"),
-    "bits": case(mean, *methods("dynamiq:5", "dynamiq:4"), "method.bits", "5", "4"),
-    "rounding": case(
-        mean,
-        *methods("dynamiq:rounding=correlated", "dynamiq:rounding=independent"),
+    "method": methods("dynamiq", "mxfp8", "method", "DynamiQ", "MXFP8"),
+    "bits": methods("dynamiq:5", "dynamiq:4", "method.bits", "5", "4"),
+    "rounding": methods(
+        *("dynamiq:rounding=correlated", "dynamiq:rounding=independent"),
         *("method.rounding", "correlated", "independent"),
     ),
-    "method of a leaf": case(
-        mean, *methods({".*": "dynamiq"}, {".*": "blockint"}), "method", "DynamiQ", "BlockInt"
+    "method of a leaf": methods(
+        {".*": "dynamiq"}, {".*": "blockint"}, "method", "DynamiQ", "BlockInt"
     ),
-    "inner method": case(
-        reduce_gradients, *methods("ef+dynamiq:5", "ef+dynamiq:6"), "method.inner.bits", "5", "6"
+    "inner method": methods(
+        *("ef+dynamiq:5", "ef+dynamiq:6", "method.inner.bits", "5", "6"), function=reduce_gradients
     ),
-    "topology": case(
-        mean, *methods("mxfp8:ring", "mxfp8:all_to_all"), "topology", "Ring", "AllToAll"
-    ),
-    "loop": case(
-        mean,
-        *methods("mxfp8:ring", dq.Compression("mxfp8", "ring:unroll=True")),
-        *("topology.unroll", "False", "True"),
-    ),
-    "options": case(
-        mean,
-        *methods(dq.Compression(bucket_bytes=2**20), dq.Compression(bucket_bytes=2**21)),
+    "topology": methods("mxfp8:ring", "mxfp8:all_to_all", "topology", "Ring", "AllToAll"),
+    "loop": methods("mxfp8:ring", "mxfp8:ring:unroll=True", "topology.unroll", "False", "True"),
+    "options": methods(
+        *(dq.Compression(bucket_bytes=2**20), dq.Compression(bucket_bytes=2**21)),
         *("compression.bucket_bytes", "1048576", "2097152"),
     ),
-    "limit": case(
-        mean,
-        *methods(dq.Compression(max_error=0.1), dq.Compression()),
-        *("compression.max_error", "0.1", "None"),
+    "limit": methods(
+        dq.Compression(max_error=0.1), "dynamiq", "compression.max_error", "0.1", "None"
     ),
     "shapes": steps(
         mean,
@@ -164,8 +153,7 @@ DISAGREEING: dict[str, Case] = {
     "names of leaves": steps(
         mean,
         lambda name: mean("another"),
-        "leaf 0",
-        "tree['names of leaves'] of float32[16, 256]",
+        *("leaf 0", "tree['names of leaves'] of float32[16, 256]"),
         "tree['another'] of float32[16, 256]",
     ),
     "collective": steps(
@@ -184,10 +172,10 @@ DISAGREEING: dict[str, Case] = {
         *("implementation of the key", "rbg", "threefry2x32"),
     ),
     "seed": case(reduce_gradients, {"seed": 1}, {"seed": 2}, "seed", "1", "2"),
-    "phases": case(
-        reduce_gradients,
-        *methods(*(dq.Schedule({0: "exact", start: "mxfp8"}) for start in (10, 20))),
+    "phases": methods(
+        *(dq.Schedule({0: "exact", start: "mxfp8"}) for start in (10, 20)),
         *("phases", "(0, 10)", "(0, 20)"),
+        function=reduce_gradients,
     ),
     "flags of XLA": within(
         lambda: flags_of_xla("--xla_allow_excess_precision=false --xla_dump_max_hlo_modules=1"),

@@ -10,11 +10,7 @@ from dynamiq_jax._inputs.request import resolve
 
 
 def plan_of(
-    leaves: list,
-    axes: Axes = Axes(Axis("data", 4)),
-    *,
-    rules: CutRules | None = None,
-    **choices,
+    leaves: list, axes: Axes = Axes(Axis("data", 4)), *, rules: CutRules | None = None, **choices
 ) -> Sorted:
     """Sort leaves, as an all-reduce does unless there are other rules."""
     request = resolve(Compression(**choices))

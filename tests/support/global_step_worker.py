@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from tests.support.workers import mesh_of
 
 ROWS = 32
 
@@ -26,7 +27,7 @@ class Model(nn.Module):
 
 def train(rank: int, steps: int, method: Any) -> tuple[list[float], list[np.ndarray]]:
     """Train on all devices of all processes, and return losses and parameters."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=jax.device_count())
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 32)).astype(np.float32)
     model, optimizer = Model(), optax.sgd(0.1, momentum=0.9)

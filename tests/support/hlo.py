@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods import Method
 from dynamiq_jax.topologies import Topology
+from tests.support import states
+from tests.support.workers import first
 
 SIZE = 4 << 20
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
@@ -96,8 +98,8 @@ def compiled_collectives(
     """The collectives of a mean over the axis "data" of a mesh."""
 
     def local(key, stacked):
-        mine = jax.tree.map(lambda leaf: leaf[0], stacked)
-        return dq.pmean(mine, "data", key=key, method=dq.Compression(method, topology))
+        method_on = dq.Compression(method, topology)
+        return dq.pmean(first(stacked), "data", key=key, method=method_on)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     lowered = jax.jit(mapped).lower(jax.random.key(0), _stacked(tree, mesh.size))
@@ -107,15 +109,9 @@ def compiled_collectives(
 def sent_bytes(mesh, tree, method: Method, topology: str) -> float:
     """Bytes of each worker in the compiled program of a step, from a state to the next one."""
     reduce = dq.all_reduce_gradients("data", method=dq.Compression(method, topology))
-    specs = dq.AllReduceState(step=P(), method=P("data"), metrics=P())
-
-    def update(stacked, state):
-        return reduce.update(jax.tree.map(lambda leaf: leaf[0], stacked), state)
-
-    init = jax.shard_map(reduce.init, mesh=mesh, in_specs=P(), out_specs=specs)
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    init, update = states.on_mesh(reduce, mesh)
     arguments = _stacked(tree, mesh.size), jax.eval_shape(init, tree)
-    found = collectives(jax.jit(mapped).lower(*arguments).compile().as_text())
+    found = collectives(update.lower(*arguments).compile().as_text())
     return sum(c.sent_bytes(mesh.size) for c in found)
 
 

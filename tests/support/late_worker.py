@@ -13,13 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.agreement_worker import (
-    compressed,
-    local_sgd,
-    outcome,
-    reduce_gradients,
-    tree_of,
-)
+from tests.support.agreement_worker import compressed, local_sgd, outcome, reduce_gradients, tree_of
 
 DELAY = 40.0  # seconds, more than gloo has for a reduce-scatter
 KEY = 3
@@ -50,9 +44,7 @@ CASES: dict[str, Callable[[Mesh], Any]] = {
     "pmean, all to all": along(dq.pmean, method="bf16:all_to_all"),
     "pmean, exact": along(dq.pmean, method="exact"),
     "pmean, estimated error": along(
-        dq.pmean,
-        method=dq.Compression("mxfp8", max_error=0.5),
-        with_metrics=True,
+        dq.pmean, method=dq.Compression("mxfp8", max_error=0.5), with_metrics=True
     ),
     "psum_scatter": along(dq.psum_scatter, method="mxfp8", tiled=True),
     "psum_scatter, exact": along(dq.psum_scatter, method="exact", tiled=True),

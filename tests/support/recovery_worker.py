@@ -10,12 +10,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax.experimental import io_callback
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import Ring
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, mesh_of
 
 NUM_PROCESSES, NUM_STEPS, FAULTY_STEP = 2, 6, 3
 INPUTS, OUTPUTS, BATCH = 64, 96, 16
@@ -69,7 +68,7 @@ def train(rank: int, folder: pathlib.Path, fault: str) -> dict[str, np.ndarray]:
     `fault` names a signal that this process sends itself in the middle of an all-reduce, or is
     "none".
     """
-    mesh = jax.make_mesh((NUM_PROCESSES,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(data=NUM_PROCESSES)
     replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
     halfway = Halfway(fault)
     optimizer = optax.chain(

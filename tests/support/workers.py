@@ -3,6 +3,7 @@ that compile fast.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -21,6 +22,19 @@ from dynamiq_jax.topologies import Topology, resolve_topology
 TWO_WIDTHS = dq.DynamiQ(bits=6.0, widths=(4, 8))
 
 PerWorker = Callable[..., Any]  # (key, *local trees) -> local tree
+
+
+def tiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(function, tiled=True)
+
+
+# Each with the exact one of JAX.
+COLLECTIVES = {
+    "psum": (dq.psum, lax.psum),
+    "pmean": (dq.pmean, lax.pmean),
+    "psum_scatter": (tiled(dq.psum_scatter), tiled(lax.psum_scatter)),
+    "all_gather": (tiled(dq.all_gather), tiled(lax.all_gather)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +104,28 @@ class OfShapes(dq.methods.Exact):
     uses_shapes = True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountingZeros(dq.methods.Exact):
+    """The exact sum, with a metric of its own: the share of its coordinates that are zero."""
+
+    metrics = ("zeros",)
+
+    def all_reduce(self, flat: Array, call: Call, key: Array, state: Any) -> Reduced:
+        reduced = super().all_reduce(flat, call, key, state)
+        zeros = lax.pmean(jnp.mean((flat == 0).astype(jnp.float32)), call.axis.name)
+        return dataclasses.replace(reduced, metrics={"zeros": zeros})
+
+
+def mesh_of(*, kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+    """A mesh of axes by name, the slowest first, which the compiler manages by default."""
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def first(stacked: Any) -> Any:
+    """The first row of each leaf."""
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
 def simulated(fn: PerWorker) -> Callable[..., Any]:
     """`fn` on all workers at once, on one device: `(key, *stacked trees)` to a stacked tree."""
 
@@ -97,6 +133,19 @@ def simulated(fn: PerWorker) -> Callable[..., Any]:
         return jax.vmap(lambda *local: fn(key, *local), axis_name="data")(*stacked)
 
     return jax.jit(run)
+
+
+def mapped(fn: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True) -> Callable[..., Any]:
+    """`fn` of local trees on the devices of a mesh, one worker each: a function of stacked trees to
+    a stacked tree. Leading axes are those of the mesh.
+    """
+    axes, number = P(*mesh.axis_names), len(mesh.axis_names)
+
+    def local(*stacked: Any) -> Any:
+        result = fn(*jax.tree.map(lambda leaf: leaf[(0,) * number], stacked))
+        return jax.tree.map(lambda leaf: leaf[(None,) * number], result)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=check_vma)
 
 
 def mesh_program(fn: PerWorker, mesh: Mesh, *, check_vma: bool = True) -> Any:

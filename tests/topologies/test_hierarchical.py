@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import find_axes
-from tests.support.counting import CountingZeros
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, CountingZeros, mapped, mesh_of
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")
@@ -25,7 +23,7 @@ KEY = jax.random.key(4)
 
 @functools.cache
 def mesh():
-    return jax.make_mesh((HOSTS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(hosts=HOSTS, local=LOCAL)
 
 
 def test_a_worker_of_three_fast_axes_knows_its_part():
@@ -58,11 +56,6 @@ def gradients(size: int = 20_001) -> np.ndarray:
 def simulated(fn):
     inner = jax.vmap(fn, axis_name="local")
     return jax.jit(jax.vmap(inner, axis_name="hosts"))
-
-
-def on_mesh(fn):
-    local = functools.partial(jax.shard_map, mesh=mesh(), in_specs=P(*AXES), out_specs=P(*AXES))
-    return jax.jit(local(lambda g: fn(g[0, 0])[None, None]))
 
 
 def reduce(g, method=dq.methods.BlockInt(block=256)):
@@ -223,10 +216,10 @@ def test_a_key_that_differs_along_any_axis_is_refused(axis):
         return dq.psum(g, AXES, key=key, method="bf16")
 
     with pytest.raises(ValueError, match=f"key differs between the workers of axis '{axis}'"):
-        on_mesh(local)(gradients(2000))
+        mapped(local, mesh())(gradients(2000))
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_a_leaf_that_is_summed_over_any_axis_is_refused(axis):
     with pytest.raises(ValueError, match=f"does not vary over axis '{axis}'"):
-        on_mesh(lambda g: reduce(jax.lax.psum(g, axis)))(gradients(2000))
+        mapped(lambda g: reduce(jax.lax.psum(g, axis)), mesh())(gradients(2000))
