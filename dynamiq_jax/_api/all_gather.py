@@ -69,8 +69,12 @@ def all_gather(
     collective = AllGather(find_axes(axis_name, single=True), axis, tiled)
     names = collective.axes.names
     tracked = all(map(compat.tracks_varying, names))
-    specs = request.compression.specs
-    whole_specs = None if specs is None else _gathered(collective, tree, specs)
+    whole_specs = None
+    if request.compression.specs is not None:
+        leaves, structure = jax.tree.flatten(tree)
+        specs = leaf_specs(tree, request.compression.specs)
+        split = map(collective.result_spec, map(jnp.asarray, leaves), specs)
+        whole_specs = jax.tree.unflatten(structure, split)
 
     # A trace of its own takes the token of the last collective, and returns the next token.
     @jax.custom_vjp
@@ -97,10 +101,3 @@ def all_gather(
     whole, token = gather(tree, key, order.last_token())
     order.remember(token)
     return whole
-
-
-def _gathered(collective: AllGather, tree: Any, specs: Any) -> Any:
-    """Return the specs of gathered leaves, as a tree."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    split = map(collective.result_spec, leaves, leaf_specs(tree, specs))
-    return jax.tree.unflatten(jax.tree.structure(tree), split)

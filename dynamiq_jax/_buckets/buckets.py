@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -19,7 +19,7 @@ from dynamiq_jax.topologies import Topology
 
 _LEAST_PART = 2**16  # coordinates: smaller parts cost more in messages than they save in memory
 
-Shapes = Mapping[int, tuple[int, ...]]  # of leaves, by index
+Members = dict[int, tuple[int, ...]]  # leaves by index, with their shapes
 Part = tuple[int, int]  # first slice along the first dimension, and the one after the last
 
 
@@ -92,7 +92,7 @@ def sort_leaves(
     """
     exact: list[tuple[int, str]] = []
     untouched: list[int] = []
-    by_kind: dict[_Kind, list[tuple[int, int]]] = {}
+    by_kind: dict[_Kind, Members] = {}
     for index, leaf in enumerate(leaves):
         size = math.prod(leaf.shape)
         if leaf.dtype == jax.dtypes.float0:
@@ -109,30 +109,29 @@ def sort_leaves(
         else:
             dtype = jnp.dtype(leaf.dtype)
             kind = _Kind(axes, request.compression.route, method, dtype, split_over[index])
-            by_kind.setdefault(kind, []).append((index, size))
+            by_kind.setdefault(kind, {})[index] = leaf.shape
     buckets: list[Bucket] = []
     for kind, members in by_kind.items():
-        shapes = {index: leaves[index].shape for index, _ in members}
         limit = max(request.compression.bucket_bytes // kind.dtype.itemsize, 1)
-        largest = min(limit, sum(size for _, size in members))
+        largest = min(limit, sum(map(math.prod, members.values())))
         while not kind.fits(largest, rules.copies):
             limit = largest = largest // 2
         # XLA for TPUs moves the rows of stripes one by one, which takes longer than the kernels of
         # the codec (benchmarks/aot/tpu.py).
         free = kind.topology.is_loop and jax.default_backend() != "tpu"
         if rules.into == "striped" or (rules.into == "auto" and free):
-            striped, _ = kind.striped(members, shapes, limit)
+            striped, _ = kind.striped(members, limit)
             buckets += striped
             if striped:
                 continue
         for group in _group(members, limit):
-            in_order, why_exact = kind.in_order(group, shapes, limit if rules.into_parts else None)
+            in_order, why_exact = kind.in_order(group, limit if rules.into_parts else None)
             if any(bucket.is_too_large(rules.copies) for bucket in in_order):
                 if not rules.into_stripes or kind.method.uses_shapes:
-                    _refuse(max(group, key=lambda member: member[1]), kind.method, rules)
-                in_order, why_exact = kind.striped(group, shapes, limit)
+                    _refuse(group, kind.method, rules)
+                in_order, why_exact = kind.striped(group, limit)
             buckets += in_order
-            exact += [(index, why_exact) for index, _ in group if why_exact]
+            exact += [(index, why_exact) for index in group if why_exact]
     # In the order of the leaves, whatever their methods: a backward pass has the last ones first.
     buckets.sort(key=lambda bucket: bucket.leaves[0])
     return Sorted(tuple(buckets), tuple(sorted(exact)), tuple(untouched))
@@ -153,18 +152,16 @@ class _Kind:
         # Shapes are those of a bucket, which is checked once it is there.
         return self.method.uses_shapes or not self._bucket((), size).is_too_large(copies)
 
-    def striped(
-        self, members: list[tuple[int, int]], shapes: Shapes, limit: int
-    ) -> tuple[list[Bucket], str]:
-        """Cut members, (leaf, size), into stripes, or return the reason to keep them exact.
+    def striped(self, members: Members, limit: int) -> tuple[list[Bucket], str]:
+        """Cut members into stripes, or return the reason to keep them exact.
 
         Both are empty where the method needs shapes.
         """
         if self.method.uses_shapes:
             return [], ""
-        indices, sizes = zip(*members, strict=True)
+        indices, sizes = tuple(members), tuple(map(math.prod, members.values()))
         fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
-        count = number_of_stripes(fewest, [shapes[index] for index in indices])
+        count = number_of_stripes(fewest, [*members.values()])
         size = sum(sizes) if count == 1 else Dealing(sizes, count).size
         if why_exact := self._choose(size, None)[2]:
             return [], why_exact
@@ -173,18 +170,15 @@ class _Kind:
         stripes = (Stripe(number, count) for number in range(count))
         return [self._bucket(indices, size, stripe=stripe) for stripe in stripes], ""
 
-    def in_order(
-        self, group: list[tuple[int, int]], shapes: Shapes, limit: int | None
-    ) -> tuple[list[Bucket], str]:
+    def in_order(self, group: Members, limit: int | None) -> tuple[list[Bucket], str]:
         """Make a bucket of members, or parts of one, or return the reason to keep them exact.
 
         Parts have at most `limit` coordinates. With None, leaves stay whole.
         """
-        indices, sizes = zip(*group, strict=True)
-        size, shape = sum(sizes), shapes[indices[0]]
+        indices, shapes = tuple(group), tuple(group.values())
+        size, shape = sum(map(math.prod, shapes)), shapes[0]
         # A part of a bucket has no shapes.
-        uses_shapes = self.method.uses_shapes and not self.axes.fast
-        known = tuple(shapes[index] for index in indices) if uses_shapes else None
+        known = shapes if self.method.uses_shapes and not self.axes.fast else None
         may_cut = len(group) == 1 and not self.axes.fast and not self.method.uses_shapes
         step = _step(shape, max(limit, _LEAST_PART)) if may_cut and limit else size
         if any(self._choose(part, known)[2] for part in {step, size % step} - {0}):
@@ -218,9 +212,9 @@ class _Kind:
         return _choose(part, self.axes, shapes, self.method, self.topology)
 
 
-def _refuse(leaf: tuple[int, int], method: Method, rules: CutRules) -> NoReturn:
-    """Raise ValueError for a leaf, (index, size), that is too large and cannot be cut."""
-    index, size = leaf
+def _refuse(group: Members, method: Method, rules: CutRules) -> NoReturn:
+    """Raise ValueError for leaves of which the largest is too large and cannot be cut."""
+    size, index = max((math.prod(shape), index) for index, shape in group.items())
     needs = f"method={method!r} needs the shape of" if method.uses_shapes else "this call sends"
     raise ValueError(
         f"{rules.names[index]} has {size // rules.copies:,} coordinates, too many for one bucket, "
@@ -230,17 +224,18 @@ def _refuse(leaf: tuple[int, int], method: Method, rules: CutRules) -> NoReturn:
     )
 
 
-def _group(members: list[tuple[int, int]], limit: int) -> list[list[tuple[int, int]]]:
-    """Group consecutive (leaf, size) into lists of at most `limit` coordinates, or of one leaf."""
-    lists: list[list[tuple[int, int]]] = []
+def _group(members: Members, limit: int) -> list[Members]:
+    """Group consecutive leaves, of at most `limit` coordinates together, or of one leaf."""
+    groups: list[Members] = []
     room = 0
-    for index, size in members:
-        if size > room or not lists:
-            lists.append([])
+    for index, shape in members.items():
+        size = math.prod(shape)
+        if size > room or not groups:
+            groups.append({})
             room = limit
-        lists[-1].append((index, size))
+        groups[-1][index] = shape
         room -= size
-    return lists
+    return groups
 
 
 def _step(shape: tuple[int, ...], limit: int) -> int:

@@ -90,10 +90,7 @@ class Dealing:
         return SUPER_GROUP_SIZE * (sum(self._turns) + self._turns_of_rest)
 
     def deal(self, vectors: Sequence[Array]) -> Dealt:
-        """Arrange vectors, each [batch, columns], in whole turns of rows, their rest at the end.
-
-        Small neighbors are joined.
-        """
+        """Arrange vectors, each [batch, columns], in whole turns of rows, their rest at the end."""
         sources = [vectors[each][:, self._first_copied(each) :] for each in self._copied]
         copies = iter(copied(sources, self._table))
         parts = [next(copies) if each is None else vectors[each] for each in self._kept]

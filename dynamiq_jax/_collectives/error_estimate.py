@@ -77,10 +77,9 @@ def sample_bytes(bucket: Bucket, axes: Axes) -> int:
 def estimate(
     axes: Axes, bucket: Bucket, flat: Array, total: Array, key: Array, divisor: int
 ) -> tuple[Estimate, Array]:
-    """Estimate the error of an all-reduce: of the values of this worker and the total, [size].
+    """Estimate the error of an all-reduce, and the variance of `error`.
 
-    Returns:
-      The estimate, and the variance of its `error`.
+    It takes the values of this worker and the total, [size].
     """
     number, value = sample_size(bucket, axes), total.astype(jnp.float32)
     rows = _rows_of(value)

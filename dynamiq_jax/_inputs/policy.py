@@ -101,8 +101,8 @@ class Policy:
         return tuple(dict.fromkeys(method for method in self.methods(tree) if method is not None))
 
     def _of_patterns(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Method | None]:
-        methods = dict[str | None, Method | None](self.patterns)
-        first = [next((p for p, _ in self.patterns if re.search(p, path)), None) for path in paths]
+        methods = dict(self.patterns)
+        first = [next((each for each in methods if re.search(each, path)), None) for path in paths]
         for path, leaf, pattern in zip(paths, leaves, first, strict=True):
             dtype = getattr(leaf, "dtype", type(leaf))
             if pattern is None and jnp.issubdtype(dtype, jnp.floating):
@@ -117,7 +117,7 @@ class Policy:
                 f"may match them, or there is no such leaf among {list(paths)!r:.400}. Correct the "
                 "pattern, or remove it."
             )
-        return [methods.get(pattern) for pattern in first]
+        return [None if pattern is None else methods[pattern] for pattern in first]
 
 
 def paths_of(tree: Any) -> list[str]:

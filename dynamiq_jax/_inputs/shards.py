@@ -156,7 +156,17 @@ def split_over(
                     f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its "
                     f"axes are {mesh.axis_names}."
                 )
-        _check_splits(name, shape, kept, managed)
+        if len(kept) > len(shape):
+            raise ValueError(
+                f"specs gives {kept} for tree{name} of shape {shape}, which has {len(shape)} "
+                "dimensions. Give a spec of at most as many."
+            )
+        for number, (size, dimension) in enumerate(zip(shape, kept, strict=False)):
+            if size % (count := _count(dimension, managed)):
+                raise ValueError(
+                    f"specs gives {kept} for tree{name} of shape {shape}, whose dimension {number} "
+                    f"does not split into {count} shards. Split another dimension, or give P()."
+                )
     return Shards(managed, reduced)
 
 
@@ -212,20 +222,3 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
 def over(spec: PartitionSpec, axes: Any) -> PartitionSpec:
     """Return a spec with some of its axes alone."""
     return P(*(tuple(name for name in names_of(each) if name in axes) for each in spec))
-
-
-def _check_splits(
-    name: str, shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
-) -> None:
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"specs gives {spec} for tree{name} of shape {shape}, which has {len(shape)} "
-            "dimensions. Give a spec of at most as many."
-        )
-    for number, (size, dimension) in enumerate(zip(shape, spec, strict=False)):
-        count = _count(dimension, sizes)
-        if size % count:
-            raise ValueError(
-                f"specs gives {spec} for tree{name} of shape {shape}, whose dimension {number} "
-                f"does not split into {count} shards. Split another dimension, or give P()."
-            )

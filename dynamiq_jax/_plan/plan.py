@@ -131,11 +131,7 @@ class Plan:
 def plan_tree(
     collective: Collective, tree: Any, request: Request
 ) -> tuple[Plan, tuple[Array, ...]]:
-    """Plan a call inside a program.
-
-    Returns:
-      The plan, and the leaves of the tree.
-    """
+    """Plan a call inside a program, and return the plan with the leaves of the tree."""
     named, _ = named_leaves(tree)
     leaves = tuple(leaf for _, leaf in named)
     shards = find_shards([name for name, _ in named], leaves, tree, request.compression.specs)

@@ -47,10 +47,7 @@ class Cut(abc.ABC):
 
 
 class WholeCut(Cut):
-    """Cut into whole leaves, or into parts of a leaf along its first dimension.
-
-    The loop stacks the results.
-    """
+    """Cut into whole leaves, or parts of one along its first dimension; a loop stacks results."""
 
     @override
     def take(self, carried: Carried, place: Any) -> Rows:

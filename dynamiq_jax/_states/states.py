@@ -81,10 +81,9 @@ def by_name(plan: Plan, states: States) -> NamedStates:
 def to_go_on_with(
     plan: Plan, states: NamedStates | None, token: Array | None
 ) -> tuple[States, dict[str, Array], Array | None]:
-    """Return the states of one device for a step; without named ones, those of a first step.
+    """Return the states of one device for a step, metrics about them, and the token to go on with.
 
-    Returns:
-      States, metrics about them, and the token to go on with.
+    Without named states, they are those of a first step.
     """
     first, names = of_first_step(plan), plan.state_names
     if not states:

@@ -16,7 +16,7 @@ from tests.support.workers import mesh_of
 
 KEY = jax.random.key(0)
 ROWS = jnp.ones((4, 64, 32))
-NOT_DIFFERENT = (("hosts", "hosts"), (), ("hosts", 0), ["hosts", "local"], None)
+NOT_DIFFERENT = (("hosts", "hosts"), (), ("hosts", 0), ["hosts", "local"], 0, None)
 MISSPELT = (("hosts", "locl"), ("host", "local"), "data")
 
 

@@ -11,7 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.support.gradients import heavy_tailed, of_workers, vnmse
-from tests.support.workers import COLLECTIVES, STOCHASTIC, TWO_WIDTHS, mesh_of, on_mesh, simulated
+from tests.support.workers import (
+    COLLECTIVES,
+    STOCHASTIC,
+    TWO_WIDTHS,
+    described,
+    mesh_of,
+    on_mesh,
+    simulated,
+)
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(1)
 manual = pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
@@ -40,10 +48,8 @@ def tree_of(num_workers: int):
 
 
 def assert_same_bits(ours, expected):
-    assert jax.tree.structure(ours) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert described(ours) == described(expected)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
 
 
 def assert_replicated(stacked):
@@ -139,9 +145,7 @@ def mixed():
 def test_structure_shapes_and_dtypes_are_kept(mixed):
     tree, *results = mixed
     for result in results:
-        assert jax.tree.structure(result) == jax.tree.structure(tree)
-        for ours, given in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True):
-            assert (ours.shape, ours.dtype) == (given.shape, given.dtype)
+        assert described(result) == described(tree)
         assert_replicated(result)
 
 
@@ -196,8 +200,8 @@ def test_a_mean_that_fits_comes_from_a_sum_that_does_not(exact_below):
 def test_a_mesh_takes_the_same_trees(data_mesh, mixed, check_vma):
     tree, total, _ = mixed
     result = on_mesh(local_bf16, data_mesh(4), check_vma=check_vma)(KEY, tree)
+    assert described(result) == described(total)
     for ours, expected in zip(jax.tree.leaves(result), jax.tree.leaves(total), strict=True):
-        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
         # Small sums of floats may be associated differently; all others are the same bits.
         exact = ours[0].size >= 1024 or not jnp.issubdtype(ours.dtype, jnp.inexact)
         np.testing.assert_allclose(
@@ -217,11 +221,9 @@ def test_python_numbers_and_constants_count_once_per_worker(data_mesh, where):
         constants |= {"float": 0.5, "complex": 2j} if where == "simulated" else {}
         return local_stochastic(key, {"g": gradient, **constants})
 
-    run = (
-        simulated(local)
-        if where == "simulated"
-        else on_mesh(local, data_mesh(4), check_vma=where == "vma")
-    )
+    mesh = data_mesh(4)
+    here = where == "simulated"
+    run = simulated(local) if here else on_mesh(local, mesh, check_vma=where == "vma")
     result = run(KEY, np.ones((4, 8), np.float32))
     wanted = {"int": 12, "numpy": 20, "bool": True, "array": [0, 4, 8], "float": 2, "complex": 8j}
     assert {name: leaf.tolist() for name, leaf in result.items() if name != "g"} == {

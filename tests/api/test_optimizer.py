@@ -1,6 +1,5 @@
 """The optax transformation: a mean, a plain state, and a stream of noise that can be resumed."""
 
-import functools
 import re
 
 import flax.serialization
@@ -18,7 +17,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import METHODS, ErrorFeedback, Method, resolve_method
 from tests.support.gradients import of_workers, vnmse
 from tests.support.states import of_buckets, on_mesh
-from tests.support.workers import STOCHASTIC, CountingZeros, Decaying, first, mesh_of
+from tests.support.workers import STOCHASTIC, CountingZeros, Decaying, described, first, mesh_of
 
 NUM_WORKERS = 4
 SHAPES = {"kernel": (64, 96), "bias": (32,), "embedding": (40, 128)}
@@ -41,6 +40,12 @@ def gradients(step: int):
 
 def transformation(**arguments):
     return dq.all_reduce_gradients("data", **{"method": STOCHASTIC, **arguments})
+
+
+def state_of(method, tree):
+    """Shapes of the first state of all workers."""
+    reduce = dq.all_reduce_gradients("data", method)
+    return jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
 
 
 def stepper(optimizer, mesh):
@@ -106,10 +111,7 @@ def test_the_state_is_a_plain_pytree_that_keeps_its_shape(method="mxfp8"):
     """Abstract init, init and update agree, and carry the dtypes of the gradients."""
     reduce = dq.all_reduce_gradients("data", method=method, start_step=5)
     tree = params() | {"half": jnp.ones((32, 64), jnp.bfloat16)}
-    state, described = (
-        reduce.init(tree),
-        functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype)),
-    )
+    state = reduce.init(tree)
     assert described(state) == described(jax.eval_shape(reduce.init, tree))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
     assert (state.step.dtype, int(state.step)) == (jnp.int32, 5)
@@ -276,10 +278,8 @@ def test_what_may_change_in_a_run_with_the_same_state(arguments):
 
 def test_a_state_of_parameters_is_one_of_gradients_in_another_dtype():
     tree = gradients(0)
-    reduce = dq.all_reduce_gradients("data", method=FEEDBACK)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
-    states = [jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), t) for t in (tree, narrow)]
-    assert states[0] == states[1]
+    assert state_of(FEEDBACK, tree) == state_of(FEEDBACK, narrow)
 
 
 def test_names_of_states_are_the_same_in_every_process(
@@ -287,10 +287,7 @@ def test_names_of_states_are_the_same_in_every_process(
 ):
     """Those of a checkpoint: no change of Python, JAX or the library may alter them."""
     tree = {"layers": [{"kernel": jnp.ones((4, 64, 96))}], "w": jnp.ones((4, 4096))}
-    reduce = dq.all_reduce_gradients(
-        "data", dq.Compression(method, bucket_bytes=1, bucketing="in_order")
-    )
-    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+    state = state_of(dq.Compression(method, bucket_bytes=1, bucketing="in_order"), tree)
     assert sorted(state.method) == [
         f"{kind}-layers_0_kernel-{hashes[0]}",
         f"{kind}-w-{hashes[1]}",
@@ -329,9 +326,7 @@ def test_a_checkpoint_of_other_leaves_is_not_restored(tmp_path):
 def test_parts_of_a_leaf_have_states_of_their_own(bucketing, wanted):
     tree = jnp.ones((2, 512, 256))
     method = dq.Compression("ef+bf16", bucket_bytes=4 * 256 * 256, bucketing=bucketing)
-    reduce = dq.all_reduce_gradients("data", method)
-    state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
-    heads = [name.rpartition("-")[0] for name in of_buckets(state)]
+    heads = [name.rpartition("-")[0] for name in of_buckets(state_of(method, tree))]
     assert heads == wanted
 
 
@@ -352,8 +347,7 @@ def test_policies_share_the_states_of_one_kind_and_the_same_leaves(one, other):
     names, wanted = [], []
     for policy in (one, other):
         of_leaf = dict(zip("abcd", policy, strict=True))
-        reduce = dq.all_reduce_gradients("data", method=lambda path, leaf, of=of_leaf: of[path])
-        state = jax.eval_shape(jax.vmap(reduce.init, axis_name="data"), tree)
+        state = state_of(lambda path, leaf, of=of_leaf: of[path], tree)
         names.append(set(of_buckets(state)))
         buckets = {
             (method, "".join(n for n in "abcd" if of_leaf[n] == method)) for method in policy

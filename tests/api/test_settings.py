@@ -21,7 +21,7 @@ from dynamiq_jax.topologies import TOPOLOGIES
 from dynamiq_jax.training import LocalSGD
 from tests.conformance.table import CASES, CHUNKED, ROWS
 from tests.support.gradients import of_workers
-from tests.support.workers import STOCHASTIC, TWO_WIDTHS, mapped
+from tests.support.workers import STOCHASTIC, TWO_WIDTHS, described, mapped
 
 NUM_WORKERS, SHAPE = 4, (24, 256)
 NAMES = {**CASES, **{name: resolve_method(name) for name in PRESETS}}
@@ -49,9 +49,7 @@ def check_same(make, *arguments, run=True):
     if run:
         expected = jax.device_get(jax.jit(make())(*arguments))
         jax.tree.map(np.testing.assert_array_equal, found, expected)
-        assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(
-            lambda leaf: leaf.dtype, expected
-        )
+        assert described(found) == described(expected)
 
 
 def steps(method, topology="ring", **options):

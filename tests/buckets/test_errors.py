@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -133,9 +132,6 @@ def test_trees_of_different_structure_have_no_error_between_them():
 def test_an_axis_out_of_scope():
     with raises(ValueError, "axis_name='model'", "jax.shard_map", "vmap", "dq.compress"):
         simulated(lambda key, g: dq.psum(g, "model", key=key))(KEY, GRADIENT)
-    for axis_name in ("data", ("data", 1), 0, None):
-        with raises(ValueError, f"axis_name={axis_name!r}", "axis"):
-            dq.pmean(GRADIENT, axis_name, key=KEY)
 
 
 @pytest.mark.parametrize("key", (0, np.zeros(2)), ids=("int", "floats"))
@@ -349,8 +345,7 @@ def test_a_state_of_a_method_that_is_no_dictionary():
 
 def beside(specs, collective=dq.pmean, **arguments):
     """A collective over "data" beside an axis "model" of two devices, which JAX manages."""
-    axes = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axes)
+    mesh = mesh_of(data=2, model=2)
     mapped = jax.shard_map(
         lambda g: collective(
             {"w": g}, "data", key=KEY, method=dq.Compression(specs=specs), **arguments

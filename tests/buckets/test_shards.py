@@ -202,12 +202,8 @@ def test_gradients_are_those_of_the_whole_batch_and_the_same_on_all_workers(form
         for shard in grad.addressable_shards:
             copies.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert {len(found) for found in copies.values()} == {1}, name
-        assert len(copies) == math.prod(
-            mesh.shape[axis]
-            for dimension in specs_of(mesh)[name]
-            for axis in (dimension if isinstance(dimension, tuple) else (dimension,))
-            if axis is not None
-        )
+        shard_shape = NamedSharding(mesh, specs_of(mesh)[name]).shard_shape(grad.shape)
+        assert len(copies) == grad.size // math.prod(shard_shape)
 
 
 def on_shards(mesh, method, specs):
@@ -310,17 +306,8 @@ def test_leaves_are_split_alike_if_and_only_if_devices_hold_the_same_parts():
     for rows, columns in cuts:
         shards = Shards(sizes, (P(rows, columns),))
         # Of each device, in the order of the mesh: the numbers of its rows and of its columns.
-        parts = [
-            tuple(
-                int(np.ravel_multi_index([place[name] for name in names], [2] * len(names)))
-                if names
-                else 0
-                for names in (rows, columns)
-            )
-            for place in (
-                dict(zip(sizes, indices, strict=True)) for indices in np.ndindex(*sizes.values())
-            )
-        ]
+        places = [dict(zip(sizes, at, strict=True)) for at in np.ndindex(*sizes.values())]
+        parts = [[[place[name] for name in names] for names in (rows, columns)] for place in places]
         found.append((shards.split_of(0), parts))
     for (split, parts), (other_split, other_parts) in itertools.combinations(found, 2):
         assert (split == other_split) == (parts == other_parts)

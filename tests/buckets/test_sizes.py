@@ -1,7 +1,5 @@
 """Sizes beyond 32 bits: each index fits, or the plan is cut, or it is refused with the limit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ from dynamiq_jax.topologies import _all_to_all
 from tests.support.buckets import plan_of
 from tests.support.gradients import of_workers
 from tests.support.indices import too_large
-from tests.support.workers import STOCHASTIC, OfShapes, simulated
+from tests.support.workers import STOCHASTIC, OfShapes, simulated, tiled
 
 KEY = jax.random.key(0)
 WORKERS = 4
@@ -129,11 +127,8 @@ def test_the_report_counts_beyond_32_bits(method, workers):
 COLLECTIVES = {
     "pmean": (dq.pmean, leaf(LARGEST)),
     "pmean of rows": (dq.pmean, leaf(3, LARGEST // 3)),
-    "psum_scatter": (
-        functools.partial(dq.psum_scatter, tiled=True),
-        leaf(WORKERS, LARGEST // WORKERS),
-    ),
-    "all_gather": (functools.partial(dq.all_gather, tiled=True), leaf(LARGEST)),
+    "psum_scatter": (tiled(dq.psum_scatter), leaf(WORKERS, LARGEST // WORKERS)),
+    "all_gather": (tiled(dq.all_gather), leaf(LARGEST)),
 }
 
 

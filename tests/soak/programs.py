@@ -127,12 +127,8 @@ def _random_collective(
     topologies = ["ring", "all_to_all", "ring:unroll=True"]
     if workers & (workers - 1) == 0:
         topologies.append("butterfly")
-    if kind in HALVES:
-        methods = METHODS
-    elif kind == "all_reduce_gradients":
-        methods = (*STATEFUL, *STATEFUL, *METHODS)
-    else:
-        methods = METHODS
+    keeps_states = kind == "all_reduce_gradients"
+    methods = (*STATEFUL, *STATEFUL, *METHODS) if keeps_states else METHODS
     leaves = [_random_leaf(choice) for _ in range(choice.randint(1, 3))]
     leaves += [Leaf(1, choice.randint(1, 9), "float32")] * choice.randint(0, 1)  # exact
     return Collective(

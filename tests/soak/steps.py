@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.soak.programs import COMPRESS, HALVES, Collective, Leaf, Program
+from tests.support.workers import first
 
 Tree = Any
 
@@ -103,7 +104,7 @@ class Step:
 
         def local(values: Tree) -> Tree:
             return [
-                _stacked(self._transformation(each).init(_first(values[number])).method)
+                _stacked(self._transformation(each).init(first(values[number])).method)
                 for number, each in enumerate(self.program.collectives)
                 if each.kind == "all_reduce_gradients"
             ]
@@ -139,9 +140,9 @@ class Step:
             left, after_step = list(states), []
             for number in inner:
                 each = collectives[number]
-                own = self._changed(_first(values[number]), each, results, step)
+                own = self._changed(first(values[number]), each, results, step)
                 if each.kind == "all_reduce_gradients":
-                    before = dq.AllReduceState(step, _first(left.pop(0)))
+                    before = dq.AllReduceState(step, first(left.pop(0)))
                     result, after = self._transformation(each).update(own, before)
                     after_step.append(_stacked(after.method))
                 else:
@@ -166,11 +167,11 @@ class Step:
         """Return the values of a step, which may depend on the results of another collective."""
         factor = (1 + step % 3).astype(jnp.float32)
         if each.after is not None:
-            first = jax.tree.leaves(results[each.after])[0].astype(jnp.float32)
+            other = jax.tree.leaves(results[each.after])[0].astype(jnp.float32)
             # Of one worker or of all of them, stacked: an element of each.
             is_stacked = each.kind == COMPRESS
             element = (
-                first.reshape(first.shape[0], -1)[:, :1] if is_stacked else first.reshape(-1)[0]
+                other.reshape(other.shape[0], -1)[:, :1] if is_stacked else other.reshape(-1)[0]
             )
             factor = factor + jnp.round(jnp.tanh(element) * np.float32(2))
             factor = factor[..., None] if is_stacked else factor
@@ -232,10 +233,6 @@ def _compression(each: Collective) -> dq.Compression:
 
 def _names(each: Collective) -> Any:
     return each.axes if len(each.axes) > 1 else each.axes[0]
-
-
-def _first(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def _stacked(tree: Tree) -> Tree:

@@ -2,11 +2,10 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, mesh_of
 
 NUM_PROCESSES, LOCAL_DEVICES = 2, 2
 KEY = 7
@@ -42,13 +41,8 @@ def sums(rank: int, rows: np.ndarray) -> dict[str, np.ndarray]:
     mine = rows[rank * LOCAL_DEVICES : (rank + 1) * LOCAL_DEVICES]
     results = {}
     for name, (axes, reduce) in CASES.items():
-        shape = (
-            (NUM_PROCESSES, LOCAL_DEVICES)
-            if axes == HIERARCHICAL
-            else (NUM_PROCESSES * LOCAL_DEVICES,)
-        )
-        names = axes if isinstance(axes, tuple) else (axes,)
-        mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+        nested = mesh_of(hosts=NUM_PROCESSES, local=LOCAL_DEVICES)
+        mesh = nested if axes == HIERARCHICAL else mesh_of(data=nested.size)
         stacked = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, P(axes)), mine)
         mapped = jax.shard_map(
             lambda gradient, r=reduce, a=axes: r(gradient[0], a)[None],

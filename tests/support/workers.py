@@ -135,6 +135,11 @@ def simulated(fn: PerWorker) -> Callable[..., Any]:
     return jax.jit(run)
 
 
+def described(tree: Any) -> Any:
+    """Shapes and dtypes of all leaves."""
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
 def mapped(fn: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True) -> Callable[..., Any]:
     """`fn` of local trees on the devices of a mesh, one worker each: a function of stacked trees to
     a stacked tree. Leading axes are those of the mesh.

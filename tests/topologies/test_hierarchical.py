@@ -14,7 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import find_axes
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, CountingZeros, mapped, mesh_of
+from tests.support.workers import STOCHASTIC, CountingZeros, described, mapped, mesh_of
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")
@@ -99,7 +99,7 @@ def test_mean_dtypes_and_small_leaves():
     }
     local = functools.partial(dq.pmean, axis_name=AXES, key=KEY, method="bf16")
     result = simulated(local)(tree)
-    assert jax.tree.map(lambda x: x.dtype, result) == jax.tree.map(lambda x: x.dtype, tree)
+    assert described(result) == described(tree)
     np.testing.assert_allclose(result["bias"][1, 2], tree["bias"].mean(axis=(0, 1)), rtol=1e-5)
     np.testing.assert_array_equal(result["n"], 200)
     truth = np.asarray(tree["w"], np.float64).mean(axis=(0, 1))

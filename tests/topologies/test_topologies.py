@@ -56,9 +56,7 @@ class Counted(ChunkCodec):
         received, expected = payloads["chunk"], jnp.asarray(chunk, jnp.int32)
         right = jnp.all((received == expected) | (received == -1))
         own, turn = self._one_hot(lax.axis_index("data")), jnp.asarray(turn, jnp.int32)
-        sums = {
-            name: payloads[name].sum(0, dtype=jnp.int32) for name in ("workers", "turns", "sizes")
-        }
+        sums = {name: payloads[name].sum(0, dtype=jnp.int32) for name in COUNTS}
         workers = jnp.where(right, sums["workers"] + own, -1)
         return {
             "workers": workers,
