@@ -6,8 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 from dynamiq_jax._buckets import exact
-from dynamiq_jax._buckets.axes import Axes
-from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._collectives.error_estimate import sample_bytes
 from dynamiq_jax._core.naming import spelled
 from dynamiq_jax._core.text import aligned
@@ -115,13 +113,16 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
     checked = comparison_bytes(axes) if is_stateful else 0
     total = compressed + exactly + sampled + checked
     coordinates = axes.passes * sum(sizes[index] for index in plan.touched)
+    # Each axis divides what the one before left; together they leave one part. Sums of parts are
+    # float32, and what is gathered has the dtype of the bucket.
+    fast = [b.call.size * (axes.num_fast - 1) * (4 + b.dtype.itemsize) for b in plan.buckets]
     return WireReport(
         bytes_per_worker=total,
         compressed_bytes=compressed,
         exact_bytes=exactly,
         sample_bytes=sampled,
         check_bytes=checked,
-        fast_bytes=sum(_fast_bytes(bucket, axes) for bucket in plan.buckets),
+        fast_bytes=sum(fast),
         compressed_size=compressed_size,
         bits=8 * compressed / (axes.passes * compressed_size) if compressed_size else math.nan,
         ratio_f32=4 * coordinates / total if total else math.nan,
@@ -139,10 +140,3 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
             if index not in plan.untouched
         ),
     )
-
-
-def _fast_bytes(bucket: Bucket, axes: Axes) -> int:
-    """Count the bytes of one worker for exact float32 sums of parts and gathers of results."""
-    # Each axis divides what the one before left; together they leave one part.
-    coordinates = bucket.call.size * (axes.num_fast - 1)
-    return coordinates * (4 + bucket.dtype.itemsize)

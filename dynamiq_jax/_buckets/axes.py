@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core import Axis
@@ -97,7 +96,7 @@ def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
     Raises:
       ValueError: something else than a name, no name, or a name that occurs twice.
     """
-    names = _each(axis_name)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     are_names = all(isinstance(name, str) for name in names)
     if not names or not are_names or len(set(names)) < len(names):
         raise ValueError(
@@ -105,33 +104,6 @@ def axis_names(axis_name: Any, argument: str = "axis_name") -> tuple[str, ...]:
             "such as 'data', or of several with the slowest link first, such as ('hosts', 'local')."
         )
     return names
-
-
-def axes_of_mesh(axis_name: Any, mesh: Any, argument: str = "axis_name") -> tuple[str, ...]:
-    """Return the names of one axis of a mesh or of several; see `axis_names`.
-
-    Raises:
-      TypeError: there is no mesh.
-      ValueError: see `axis_names`; a name that is no axis of the mesh.
-    """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"mesh={mesh!r:.80} is not a mesh. Give one, such as "
-            "jax.make_mesh((jax.device_count(),), ('data',))."
-        )
-    for name in _each(axis_name):
-        if name not in mesh.axis_names:
-            one = "" if name == axis_name else f": {name!r}"
-            raise ValueError(
-                f"{argument}={axis_name!r}{one} is not an axis of the mesh, whose axes are "
-                f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
-                "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
-            )
-    return axis_names(axis_name, argument)
-
-
-def _each(axis_name: Any) -> tuple[Any, ...]:
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
 
 
 def find_axes(axis_name: Any, *, single: bool = False) -> Axes:

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from dynamiq_jax._buckets.axes import Axes, axes_of_mesh
+from dynamiq_jax._buckets.axes import Axes, axis_names
 from dynamiq_jax._collectives.all_reduce import AllReduce
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._core.validation import is_integer
@@ -71,12 +71,24 @@ def _shards(
 
 def _axes(axis_size: Any, mesh: Any) -> Axes:
     given = axis_size if isinstance(axis_size, tuple) else (axis_size,)
-    if mesh is not None:
-        names = axes_of_mesh(axis_size, mesh, argument="axis_size")
-        return Axes.of({name: mesh.shape[name] for name in names})
-    if not given or not all(is_integer(size) and size >= 1 for size in given):
-        raise ValueError(
-            f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least 1, "
-            "or a tuple of them, one for each axis."
+    if mesh is None:
+        if not given or not all(is_integer(size) and size >= 1 for size in given):
+            raise ValueError(
+                f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least "
+                "1, or a tuple of them, one for each axis."
+            )
+        return Axes.of({str(number): int(size) for number, size in enumerate(given)})
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"mesh={mesh!r:.80} is not a mesh. Give one, such as "
+            "jax.make_mesh((jax.device_count(),), ('data',))."
         )
-    return Axes.of({str(number): int(size) for number, size in enumerate(given)})
+    for name in given:
+        if name not in mesh.axis_names:
+            one = "" if name == axis_size else f": {name!r}"
+            raise ValueError(
+                f"axis_size={axis_size!r}{one} is not an axis of the mesh, whose axes are "
+                f"{mesh.axis_names}. Give one of them, or a tuple of several with the slowest link "
+                "first, and the mesh as mesh=, or by jax.set_mesh where mesh= may be None."
+            )
+    return Axes.of({name: mesh.shape[name] for name in axis_names(axis_size, "axis_size")})

@@ -30,7 +30,7 @@ def send_all(
     key: Array,
     states: States,
     token: Array | None,
-    sampled_over: Sequence[str] | None = None,
+    sampled_over: Sequence[str] | None,
 ) -> tuple[Leaves, States, Mapping[str, Array], Array | None]:
     """Run a collective on the leaves of one device, one bucket after the other.
 

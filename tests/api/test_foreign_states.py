@@ -17,7 +17,7 @@ from dynamiq_jax.methods import ErrorFeedback, Method
 from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
 from tests.support.states import SPECS, on_mesh
-from tests.support.workers import Decaying, Largest
+from tests.support.workers import Decaying, Largest, over
 
 WORKERS = 3
 FEEDBACK = ErrorFeedback(inner=Largest())
@@ -100,14 +100,9 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
 
 def test_workers_of_several_axes():
     """A swap inside a host is one too."""
-    reduce = dq.all_reduce_gradients(("hosts", "local"), method=FEEDBACK)
-
-    def on_all(function):
-        return jax.jit(jax.vmap(jax.vmap(function, axis_name="local"), axis_name="hosts"))
-
-    gradients = of_workers(0, 4, 64 * 64).reshape(2, 2, 64, 64)
-    update = on_all(reduce.update)
-    _, state = update(gradients, on_all(reduce.init)(gradients))
+    axes, gradients = ("hosts", "local"), of_workers(0, 4, 64 * 64).reshape(2, 2, 64, 64)
+    init, update = (over(axes, fn) for fn in dq.all_reduce_gradients(axes, method=FEEDBACK))
+    _, state = update(gradients, init(gradients))
     for turn, axis in itertools.product((0, 1), (0, 1)):
         moved = jax.tree.map(lambda leaf, a=axis, t=turn: jnp.roll(leaf, t, a), state.method)
         _, after = update(gradients, state._replace(method=moved))

@@ -2,13 +2,13 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
 from tests.support import processes
 from tests.support.gradients import of_workers, vnmse
 from tests.support.multiprocess_worker import CASES, LOCAL_DEVICES, NUM_PROCESSES, sums
+from tests.support.workers import over
 
 SIZE = 20_000
 
@@ -27,13 +27,11 @@ def results() -> list[dict[str, np.ndarray]]:
 def test_two_processes_hold_the_bits_of_the_simulation(results, name):
     axes, reduce = CASES[name]
     stacked = gradients()
-    simulated = functools.partial(reduce, axis_name=axes)
     names = axes if isinstance(axes, tuple) else (axes,)
-    for axis in reversed(names):
-        simulated = jax.vmap(simulated, axis_name=axis)
     if len(names) == 2:
         stacked = stacked.reshape(NUM_PROCESSES, LOCAL_DEVICES, SIZE)
-    expected = np.asarray(jax.jit(simulated)(stacked)).reshape(-1, SIZE)
+    simulated = over(names, functools.partial(reduce, axis_name=axes))
+    expected = np.asarray(simulated(stacked)).reshape(-1, SIZE)
     for of_process in results:
         assert of_process[name].shape == (LOCAL_DEVICES, SIZE)
         for replica in of_process[name]:

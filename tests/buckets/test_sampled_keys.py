@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._run import sample
 from dynamiq_jax._run.sample import fold_in_sample
+from tests.support.workers import mapped
 
 KEY = jax.random.key(0)
 
@@ -56,12 +56,10 @@ def test_all_workers_get_one_key_and_it_depends_on_each_of_them(data_mesh, chang
     rows = jax.random.normal(jax.random.key(1), (4, 64))
 
     def local(rows):
-        return jax.random.key_data(fold_in_sample(KEY, [rows], ("data",), None))[None]
+        return jax.random.key_data(fold_in_sample(KEY, [rows], ("data",), None))
 
-    mapped = jax.jit(
-        jax.shard_map(local, mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"))
-    )
-    keys = [np.asarray(mapped(each)) for each in (rows, rows.at[change].add(1), rows[::-1])]
+    run = jax.jit(mapped(local, data_mesh(4)))
+    keys = [np.asarray(run(each)) for each in (rows, rows.at[change].add(1), rows[::-1])]
     for each in keys:
         np.testing.assert_array_equal(each, np.tile(each[:1], (4, 1)))
     assert len({each[0].tobytes() for each in keys}) == len(keys)

@@ -126,6 +126,13 @@ def first(stacked: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
+def over(axes: tuple[str, ...], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` on workers of several axes, slowest first, on one device."""
+    for name in reversed(axes):
+        fn = jax.vmap(fn, axis_name=name)
+    return jax.jit(fn)
+
+
 def simulated(fn: PerWorker) -> Callable[..., Any]:
     """`fn` on all workers at once, on one device: `(key, *stacked trees)` to a stacked tree."""
 

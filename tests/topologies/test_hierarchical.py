@@ -14,7 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax._buckets.axes import find_axes
 from tests.support.gradients import of_workers, vnmse
 from tests.support.hlo import collectives
-from tests.support.workers import STOCHASTIC, CountingZeros, described, mapped, mesh_of
+from tests.support.workers import STOCHASTIC, CountingZeros, described, mapped, mesh_of, over
 
 HOSTS, LOCAL = 2, 4
 AXES = ("hosts", "local")
@@ -53,9 +53,7 @@ def gradients(size: int = 20_001) -> np.ndarray:
     return of_workers(9, HOSTS * LOCAL, size).reshape(HOSTS, LOCAL, size)
 
 
-def simulated(fn):
-    inner = jax.vmap(fn, axis_name="local")
-    return jax.jit(jax.vmap(inner, axis_name="hosts"))
+simulated = functools.partial(over, AXES)
 
 
 def reduce(g, method=dq.methods.BlockInt(block=256)):
@@ -180,9 +178,7 @@ def test_three_axes():
     g = of_workers(3, 8, 5000).reshape(2, 2, 2, 5000)
     names = ("sites", "hosts", "local")
     fn = functools.partial(dq.psum, axis_name=names, key=KEY, method="exact")
-    for name in reversed(names):
-        fn = jax.vmap(fn, axis_name=name)
-    result = np.asarray(jax.jit(fn)(g))
+    result = np.asarray(over(names, fn)(g))
     truth = g.sum(axis=(0, 1, 2), dtype=np.float64)
     np.testing.assert_allclose(result[1, 0, 1], truth, atol=1e-6 * np.abs(truth).max())
     report = dq.wire_report({"w": jax.ShapeDtypeStruct((4096,), jnp.float32)}, (2, 2, 2))
