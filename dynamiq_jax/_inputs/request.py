@@ -27,7 +27,7 @@ class Request:
     """Compression of one collective, and what its function can keep, returns and compares."""
 
     compression: Compression
-    stateless: str = ""  # name of a function that cannot keep states of methods
+    stateless: str = ""  # name of a function that cannot keep states of methods; otherwise empty
     measures: bool = False  # whether the function returns metrics
     # Values of the caller, by name, that have to be the same in all processes; see `agreement`.
     settings: tuple[tuple[str, Any], ...] = ()
@@ -73,13 +73,7 @@ def resolve(
     measures: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Request:
-    """Resolve the argument `method` of a function.
-
-    Args:
-      method: compression, method, name or policy; see `Compression`.
-      stateless: name of a function that cannot keep states of methods; otherwise empty.
-      measures: whether the function returns metrics.
-      settings: values of the caller, by name, that have to be the same in all processes.
+    """Resolve the argument `method` of a function; for the others see `Request`.
 
     Raises:
       ValueError: as `Compression`; a schedule; a method whose state cannot be kept.

@@ -25,16 +25,7 @@ def plan_without_arrays(
     mesh: Any = None,
     collective: Callable[[Axes], Collective] = AllReduce,
 ) -> Plan:
-    """Plan a collective outside of a program.
-
-    Args:
-      tree: pytree of arrays or `jax.ShapeDtypeStruct`.
-      axis_size: number of workers, or the sizes of several axes, slowest link first; with a mesh,
-        the name of its axis, or the names of several.
-      request: what the call asks for.
-      mesh: mesh of leaves with specs.
-      collective: kind of collective.
-    """
+    """Plan a collective outside of a program; tree, axes and mesh are those of `wire_report`."""
     axes = _axes(axis_size, mesh)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
     leaves = list(map(_as_traced, names, jax.tree.leaves(tree)))

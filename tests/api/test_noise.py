@@ -1,5 +1,6 @@
 """Rounding noise of repeated reductions of the same values, for every way to get a key."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ import dynamiq_jax as dq
 from dynamiq_jax import islands
 from tests.support.hlo import collectives
 from tests.support.states import on_mesh
-from tests.support.workers import STOCHASTIC
+from tests.support.workers import STOCHASTIC, mapped
 
 WORKERS = 4
 REPEATS = 4
@@ -98,21 +99,23 @@ def test_without_a_key_equal_terms_have_equal_bits_and_four_bytes_more_are_sent(
     data_mesh: Callable[[int], Mesh],
 ) -> None:
     """A change of one value of one worker changes the noise of all."""
-    mesh = data_mesh(WORKERS)
     rows = jax.random.normal(jax.random.key(1), (WORKERS, *SHAPE))
 
-    specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
-    compiled = jax.jit(jax.shard_map(lambda rows: mean(rows, None), **specs)).lower(rows).compile()
+    def compiled_with(key: jax.Array | None) -> jax.stages.Compiled:
+        program = mapped(lambda rows: mean(rows, key), data_mesh(WORKERS), check_vma=False)
+        return jax.jit(program).lower(rows).compile()
+
+    compiled = compiled_with(None)
     first, again = (np.asarray(compiled(rows)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     np.testing.assert_array_equal(first, np.tile(first[:1], (WORKERS, 1, 1)))
     changed = np.asarray(compiled(rows.at[2, 0, 0].add(1e-3)))
     assert np.mean(changed != first) > 0.1
-    keyed = jax.shard_map(lambda rows: mean(rows, jax.random.key(0)), **specs)
-    with_key = collectives(jax.jit(keyed).lower(rows).compile().as_text())
-    without = collectives(compiled.as_text())
-    sent = (sum(each.sent_bytes(WORKERS) for each in found) for found in (without, with_key))
-    assert next(sent) - next(sent) == 4 * 2 * (WORKERS - 1) / WORKERS
+    without, with_key = (
+        sum(each.sent_bytes(WORKERS) for each in collectives(program.as_text()))
+        for program in (compiled, compiled_with(jax.random.key(0)))
+    )
+    assert without - with_key == 4 * 2 * (WORKERS - 1) / WORKERS
 
 
 def test_without_a_key_buckets_in_order_wait_for_no_gradient_of_another_one(
@@ -125,12 +128,8 @@ def test_without_a_key_buckets_in_order_wait_for_no_gradient_of_another_one(
     def means(bucketing: str, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
         bucket_bytes = 4 * SHAPE[0] * SHAPE[1]
         choice = dq.Compression(METHOD, bucket_bytes=bucket_bytes, bucketing=bucketing)
-
-        def mean(rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            return dq.pmean(rows, "data", choice)
-
-        specs = {"mesh": data_mesh(WORKERS), "in_specs": P("data"), "out_specs": P("data")}
-        return jax.jit(jax.shard_map(mean, **specs, check_vma=False))(rows)
+        mean = functools.partial(dq.pmean, axis_name="data", method=choice)
+        return jax.jit(mapped(mean, data_mesh(WORKERS), check_vma=False))(rows)
 
     first, second = (means("in_order", each) for each in (rows, changed))
     np.testing.assert_array_equal(first["a"], second["a"])
