@@ -115,7 +115,7 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
     coordinates = axes.passes * sum(sizes[index] for index in plan.touched)
     # Each axis divides what the one before left; together they leave one part. Sums of parts are
     # float32, and what is gathered has the dtype of the bucket.
-    fast = [b.call.size * (axes.num_fast - 1) * (4 + b.dtype.itemsize) for b in plan.buckets]
+    fast = [one.call.size * (axes.num_fast - 1) * (4 + one.dtype.itemsize) for one in plan.buckets]
     return WireReport(
         bytes_per_worker=total,
         compressed_bytes=compressed,

@@ -58,8 +58,11 @@ def joined(estimates: Sequence[Estimate]) -> Estimate:
         each._replace(error=each.error * weight, square=each.square * weight)
         for each, weight in zip(estimates, weights, strict=True)
     ]
-    sums = Estimate(*(jnp.sum(jnp.stack(values)) for values in zip(*alike, strict=True)))
-    return sums._replace(scale=scale)
+    sums = {
+        name: jnp.sum(jnp.stack([getattr(each, name) for each in alike]))
+        for name in ("error", "square", "bad_rows", "rows", "relative")
+    }
+    return Estimate(scale=scale, **sums)
 
 
 def sample_size(bucket: Bucket, axes: Axes) -> int:

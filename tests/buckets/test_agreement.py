@@ -7,6 +7,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,33 +37,26 @@ def test_processes_of_a_job_run_what_is_the_same_and_hear_of_what_is_not():
         assert of_process["exchanges"] == 1  # of all steps, and of another jit
 
 
-class Store:
-    """The values of a coordination service, for threads."""
+class Client:
+    """A coordination service for threads: a key is written once, unless it says otherwise."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
         self.changed = threading.Condition()
         self.calls = 0
 
-
-class Client:
-    """The coordination service: a key is written once, unless it says otherwise."""
-
-    def __init__(self, store: Store):
-        self.store = store
-
     @contextlib.contextmanager
     def _values(self):
-        with self.store.changed:
-            self.store.calls += 1
-            yield self.store.values
+        with self.changed:
+            self.calls += 1
+            yield self.values
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self._values() as values:
             if not allow_overwrite and key in values:
                 raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
             values[key] = value
-            self.store.changed.notify_all()
+            self.changed.notify_all()
 
     def key_value_dir_get(self, prefix):
         assert prefix.endswith("/")
@@ -77,9 +71,15 @@ class Client:
 
     def blocking_key_value_get(self, key, milliseconds):
         with self._values() as values:
-            if not self.store.changed.wait_for(lambda: key in values, milliseconds / 1e3):
+            if not self.changed.wait_for(lambda: key in values, milliseconds / 1e3):
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return values[key]
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
 
 
 @contextlib.contextmanager
@@ -104,9 +104,9 @@ def agree(exchanges, descriptions, group=None, **how):
     return together([functools.partial(run, *pair) for pair in pairs])
 
 
-def exchanges_of(number: int) -> tuple[Store, list[exchange.Exchange]]:
-    store = Store()
-    return store, [exchange.Exchange(Client(store), rank) for rank in range(number)]
+def exchanges_of(number: int) -> list[exchange.Exchange]:
+    client = Client()
+    return [exchange.Exchange(client, rank) for rank in range(number)]
 
 
 @pytest.fixture
@@ -120,18 +120,19 @@ def short(monkeypatch):
 
 def test_each_description_is_exchanged_once(monkeypatch):
     monkeypatch.setattr(exchange, "_GLANCE", 60.0)  # threads start within it
-    store, all_of_them = exchanges_of(3)
+    all_of_them = exchanges_of(3)
+    client = all_of_them[0].client
     assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
-    calls = store.calls - 3  # each process begins with one
+    calls = client.calls - 3  # each process begins with one
     assert calls == 4 * 3
     assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
-    assert store.calls == calls + 3
+    assert client.calls == calls + 3
     assert agree(all_of_them, [{"a": "2"}] * 3) == [None] * 3
-    assert store.calls == 2 * calls + 3
+    assert client.calls == 2 * calls + 3
 
 
 def test_all_that_wait_with_others_hear_of_it(short):
-    _, all_of_them = exchanges_of(2)
+    all_of_them = exchanges_of(2)
     first, second = agree(all_of_them, [{"step": "a"}, {"step": "b"}])
     assert first == second and "step: a in process 0; b in process 1" in first
     first, _ = agree(all_of_them, [{"step": "b"}, {"step": "a"}])  # not with those before
@@ -141,13 +142,13 @@ def test_all_that_wait_with_others_hear_of_it(short):
 
 def test_threads_of_processes_may_trace_in_any_order(monkeypatch):
     monkeypatch.setattr(exchange, "PATIENCE", 60.0)
-    _, both = exchanges_of(2)
+    both = exchanges_of(2)
     first, second = {"step": "a"}, {"step": "b"}
     assert agree(both * 2, [first, second, second, first], (0, 1)) == [None] * 4
 
 
 def test_groups_of_processes_count_on_their_own(short):
-    _, all_of_them = exchanges_of(3)
+    all_of_them = exchanges_of(3)
     pair = all_of_them[1:]
     assert agree(pair, [{"a": "1"}, {"a": "1"}], (1, 2)) == [None] * 2
     assert agree(all_of_them, [{"a": "1"}] * 3) == [None] * 3
@@ -176,7 +177,7 @@ def test_an_error_names_every_field_once():
 
 
 def test_a_service_that_fails_stops_no_run():
-    _, (one, _) = exchanges_of(2)
+    one, _ = exchanges_of(2)
 
     def fails(*args):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
@@ -350,18 +351,18 @@ def test_threads_of_a_process_have_one_exchange(monkeypatch):
 
 
 def test_those_who_do_not_come_are_named(short):
-    _, all_of_them = exchanges_of(4)
+    all_of_them = exchanges_of(4)
     with pytest.warns(UserWarning, match="processes 1-3 had not traced the same step.*axes: 4;"):
         all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
     with silent():
-        calls = all_of_them[0].client.store.calls
+        calls = all_of_them[0].client.calls
         all_of_them[0].agree({"axes": "4", "method": "a"}, (0, 1, 2, 3))
-        assert all_of_them[0].client.store.calls == calls  # known: it does not wait again
+        assert all_of_them[0].client.calls == calls  # known: it does not wait again
 
 
 @pytest.fixture
 def pair(short) -> list[exchange.Exchange]:
-    return exchanges_of(2)[1]
+    return exchanges_of(2)
 
 
 def trace_alone(one: exchange.Exchange, description: dict[str, str], **how) -> None:
@@ -416,8 +417,7 @@ def test_a_late_process_waits_for_one_that_went_on_elsewhere(pair, monkeypatch):
     monkeypatch.setattr(exchange, "DOUBT", 60.0)
     trace_alone(pair[0], {"a": "for a log"})
     results = []
-    thread = threading.Thread(target=lambda: results.append(pair[1].agree({"a": "1"}, (0, 1))))
-    thread.start()
+    thread = in_thread(lambda: results.append(pair[1].agree({"a": "1"}, (0, 1))))
     time.sleep(2 * exchange.PATIENCE)
     assert thread.is_alive() and not results
     pair[0].agree({"a": "1"}, (0, 1))
@@ -437,8 +437,7 @@ def test_a_process_may_lower_a_step_while_others_wait_with_another(pair, monkeyp
             pair[1].agree({"a": "1"}, (0, 1))
         results.append(None)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread = in_thread(run)
     time.sleep(2 * exchange.PATIENCE if earlier else 0.1)
     assert bool(results) == earlier
     trace_alone(pair[0], {"a": "for a log"}, only_traces=True)
@@ -472,15 +471,14 @@ def test_processes_that_cannot_come_are_not_waited_for(monkeypatch):
     """All threads wait: no time can change what they trace."""
     monkeypatch.setattr(exchange, "PATIENCE", 1e6)
     monkeypatch.setattr(exchange, "_is_only_thread", lambda: True)
-    _, all_of_them = exchanges_of(3)
+    all_of_them = exchanges_of(3)
     first, *others = agree(all_of_them, [{"a": "1"}, {"a": "2"}, {"a": "1"}])
     assert others == [first, first] and "a: 1 in processes 0, 2; 2 in process 1" in first
 
 
 def test_a_process_that_starts_again_is_not_held_to_its_past(pair):
-    store = pair[0].client.store
     trace_alone(pair[0], {"a": "before"})
-    again = exchange.Exchange(Client(store), 0)
+    again = exchange.Exchange(pair[0].client, 0)
     assert agree([again, pair[1]], [{"a": "after"}] * 2) == [None] * 2
     assert agree([again, pair[1]], [{"a": "before"}] * 2) == [None] * 2
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dynamiq_jax._check import compiling, exchange
-from tests.buckets.test_agreement import Client, exchanges_of, silent
+from tests.buckets.test_agreement import Client, exchanges_of, in_thread, silent
 
 X = np.ones(3, np.float32)
 SAME = {"collective": "AllReduce", "axes": "2"}
@@ -21,7 +21,7 @@ SAME = {"collective": "AllReduce", "axes": "2"}
 def pair(monkeypatch) -> list[exchange.Exchange]:
     monkeypatch.setattr(exchange, "PATIENCE", 0.3)
     monkeypatch.setattr(exchange, "SHORT_PATIENCE", 0.3)
-    return exchanges_of(2)[1]
+    return exchanges_of(2)
 
 
 def step_of(one: exchange.Exchange, then: Callable[[], object] = lambda: None, description=SAME):
@@ -33,12 +33,6 @@ def step_of(one: exchange.Exchange, then: Callable[[], object] = lambda: None, d
         return x + 1
 
     return jax.jit(traced)
-
-
-def in_thread(function: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=function)
-    thread.start()
-    return thread
 
 
 def fail() -> None:
@@ -137,9 +131,9 @@ def test_a_program_that_was_lowered_is_shown_by_whichever_thread_compiles(pair, 
 def test_processes_that_compile_together_send_no_warning_and_wait_once(pair):
     with silent():
         check_ends(*(in_thread(call(step_of(one))) for one in pair))
-        calls = pair[0].client.store.calls
+        calls = pair[0].client.calls
         step_of(pair[0])(X)  # another program with what is known
-        assert pair[0].client.store.calls == calls
+        assert pair[0].client.calls == calls
 
 
 def test_a_process_that_has_not_traced_it_is_not_waited_for(pair):
