@@ -9,7 +9,7 @@ as `dynamiq-jax advise` has them. Times are relative to a round of exact message
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from benchmarks.harness.command import Report, benchmark, run
 from dynamiq_jax._console.units import format_rate, parse_size
 from dynamiq_jax._prediction.islands import (
     SPARSE_KINDS,
+    LinkTime,
     MessageKind,
     faster_from,
     island_rounds,
-    plain_seconds,
+    plain_time,
 )
 
 RATES = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)  # bits a second
@@ -40,33 +41,30 @@ class Config:
     step_time: float = 1.0  # seconds of a local step
     save: bool = True  # write the result to benchmarks/results/islands_bandwidth.json
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of the local steps of a round."""
+        return self.every * self.step_time
 
-def times(config: Config) -> dict[str, Callable[[float], float]]:
-    """Return functions of a bandwidth to the time of each setting."""
-    size, seconds = parse_size(config.size, "--size"), config.every * config.step_time
 
-    def of_islands(message: MessageKind) -> Callable[[float], float]:
-        return lambda rate: (
-            island_rounds(size, config.islands, message, seconds, rate, on_cpu=True).to_loss
-            / seconds
-        )
-
-    def plain(rate: float) -> float:
-        steps = config.every
-        return plain_seconds(size, config.islands, 4.0, steps, seconds, rate) / seconds
-
+def times(config: Config) -> dict[str, LinkTime]:
+    """Return the time of each setting."""
+    size, seconds = parse_size(config.size, "--size"), config.seconds
     kinds = (*SPARSE_KINDS, MessageKind(4.0), MessageKind(32.0, 1.0, 0.5))
-    found = {f"{message.bits:.2g} bits": of_islands(message) for message in kinds}
-    return {**found, PLAIN: plain}
+    rounds = [
+        island_rounds(size, config.islands, kind, seconds, math.inf, on_cpu=True) for kind in kinds
+    ]
+    plain = plain_time(size, config.islands, 4.0, config.every, seconds)
+    return {f"{each.message.bits:.2g} bits": each.to_loss for each in rounds} | {PLAIN: plain}
 
 
 def plot(config: Config) -> plt.Figure:
     """Draw the times of all settings over the bandwidth."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     rates = np.geomspace(RATES[0], RATES[-1], 200)
-    for name, seconds in times(config).items():
+    for name, time in times(config).items():
         style = "--" if name == PLAIN else "-"
-        axis.plot(rates, [seconds(rate) for rate in rates], style, label=name)
+        axis.plot(rates, [time.on(rate) / config.seconds for rate in rates], style, label=name)
     axis.set(xscale="log", yscale="log", ylim=(0.5, 50), xlabel="bits a second of each island")
     axis.set(ylabel="time to a loss, in rounds of exact messages\nthat take no time")
     axis.grid(alpha=0.3)
@@ -81,12 +79,12 @@ def main(config: Config) -> Report:
     rows: list[dict[str, Any]] = [
         {
             "rate": rate,
-            "times": {name: seconds(rate) for name, seconds in found.items()},
-            "first": min(found, key=lambda name, rate=rate: found[name](rate)),
+            "times": {name: time.on(rate) / config.seconds for name, time in found.items()},
+            "first": min(found, key=lambda name, rate=rate: found[name].on(rate)),
         }
         for rate in RATES
     ]
-    islands = [seconds for name, seconds in found.items() if name != PLAIN]
+    islands = [time for name, time in found.items() if name != PLAIN]
     columns = [
         Column("link", lambda row: format_rate(row["rate"])),
         *(Column(name, ("times", name), "{:.2f}") for name in found),

@@ -1,7 +1,6 @@
 """`dynamiq-jax advise`: whether to compress, and how, from the cost model."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,14 +9,8 @@ from rich.table import Table
 
 import dynamiq_jax as dq
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.units import (
-    format_rate,
-    format_seconds,
-    parse_rate,
-    parse_size,
-)
+from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._prediction.advice import (
     Option,
@@ -27,22 +20,16 @@ from dynamiq_jax._prediction.advice import (
     topologies_in_order,
 )
 from dynamiq_jax._prediction.cost_model import Network
-from dynamiq_jax._prediction.device_speeds import (
-    PCIE_CODEC_NS,
-    PCIE_LINKS,
-    TPU_LINKS,
-    DeviceKind,
-)
+from dynamiq_jax._prediction.device_speeds import PCIE_CODEC_NS, PCIE_LINKS, TPU_LINKS, DeviceKind
 from dynamiq_jax._prediction.islands import (
     SHARE,
     SPARSE,
     SPARSE_KINDS,
-    IslandRounds,
     MessageKind,
     faster_from,
     island_memory,
     island_rounds,
-    plain_seconds,
+    plain_time,
 )
 
 _MOST_WORKERS = 2**20
@@ -118,9 +105,7 @@ class Advise:
         options.check_outputs(self.json)
         question = self.question()
         predicted = predictions(question)
-        if self.json is not None:
-            rows = [dataclasses.asdict(option) for option in predicted]
-            records.write(self.json, environment(self.device), dataclasses.asdict(self), rows)
+        records.keep(self, self.device, [dataclasses.asdict(option) for option in predicted])
         console = tables.console()
         console.print(_table(self, predicted))
         console.print(advice(question, predicted))
@@ -143,41 +128,34 @@ class Advise:
         if self.every is None:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
-
-        def rounds_of(message: MessageKind, rate: float) -> IslandRounds:
-            on_cpu = self.device == "cpu"
-            return island_rounds(size, self.workers, message, seconds, rate, on_cpu)
-
         dense = [MessageKind(bits) for bits in self.bits]
+        rounds = [
+            island_rounds(size, self.workers, kind, seconds, self.rate, self.device == "cpu")
+            for kind in (*SPARSE_KINDS, *dense)
+        ]
         lines = [
             f"{self.workers} islands with a round every {self.every} steps need "
             f"{format_rate(each.rate)} each to exchange {each.message.bits:g} bits in {SHARE:.0%} "
             f"of the time. On this link, {each.computing[0]:.0%} to {each.computing[1]:.0%} of the "
             f"time computes; a message has {format_bytes(each.message_bytes)}, and a day "
             f"{format_bytes(each.bytes_a_day)}."
-            for each in (rounds_of(message, self.rate) for message in (SPARSE, *dense))
+            for each in rounds
+            if each.message in (SPARSE, *dense)
         ]
-        kinds = [*SPARSE_KINDS, *dense]
-        rounds = [rounds_of(message, self.rate) for message in kinds]
-        first, second = sorted(rounds, key=lambda each: each.to_loss)[:2]
+        first, second = sorted(rounds, key=lambda each: each.to_loss.on(self.rate))[:2]
+        sooner = second.to_loss.on(self.rate) / first.to_loss.on(self.rate)
         keep, bits = first.message.keep, min(self.bits)
         name = "" if keep is None else f", islands.Sparse(keep={keep}),"
-
-        def to_loss(kind: MessageKind) -> Callable[[float], float]:
-            return lambda rate: rounds_of(kind, rate).to_loss
-
-        def all_reduces(rate: float) -> float:
-            return plain_seconds(size, self.workers, bits, self.every or 1, seconds, rate)
-
-        plain = faster_from(all_reduces, [*map(to_loss, kinds)])
+        all_reduces = plain_time(size, self.workers, bits, self.every, seconds)
+        plain = faster_from(all_reduces, [each.to_loss for each in rounds])
         memory = format_bytes(island_memory(size))
         return [
             *lines,
             f"To the same loss, messages of {first.message.bits:.2g} bits{name} are the fastest on "
-            f"this link, {second.to_loss / first.to_loss:.2f} times as fast as those of "
-            f"{second.message.bits:.2g} bits. They take {first.message.rounds:g} times the rounds "
-            f"of exact ones, as measured on a small model. From {format_rate(plain)} on, an "
-            f"all-reduce of {bits:g} bits in every step is faster.",
+            f"this link, {sooner:.2f} times as fast as those of {second.message.bits:.2g} bits. "
+            f"They take {first.message.rounds:g} times the rounds of exact ones, as measured on a "
+            f"small model. From {format_rate(plain)} on, an all-reduce of {bits:g} bits in every "
+            "step is faster.",
             f"Parameters, reference, momentum and residual take {memory} on the host.",
         ]
 

@@ -13,7 +13,7 @@ from rich.table import Table
 import dynamiq_jax as dq
 from dynamiq_jax._commands.devices import OnDevices
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment, of_cpu_programs
+from dynamiq_jax._console.environment import of_cpu_programs
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import (
     format_rate,
@@ -86,9 +86,7 @@ class Bench(OnDevices):
         rows = measured_rows(console, settings, mesh, sizes, self.repeats, link)
         with_wire = link is None and workers_per_machine(mesh) < mesh.size  # on all processes
         if first:
-            if self.json is not None:
-                where = environment(kind) | (of_cpu_programs() if platform == "cpu" else {})
-                records.write(self.json, where, dataclasses.asdict(self), rows)
+            records.keep(self, kind, rows, **(of_cpu_programs() if platform == "cpu" else {}))
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
             device = kind_of(platform, kind)

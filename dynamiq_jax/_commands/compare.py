@@ -11,18 +11,12 @@ import tyro
 from rich.table import Table
 
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
 from dynamiq_jax._measurement import gradient_files
 from dynamiq_jax._measurement.gradient_files import Gradients, of_workers
 from dynamiq_jax._measurement.gradients import worker_gradients
-from dynamiq_jax._measurement.settings import (
-    PSUM,
-    Setting,
-    installed,
-    parse_settings,
-)
+from dynamiq_jax._measurement.settings import PSUM, Setting, installed, parse_settings
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_mean, make_devices
 from dynamiq_jax.topologies import TOPOLOGIES
 
@@ -102,8 +96,7 @@ class Compare:
         console = tables.console()
         with tables.progress(console, "compare", len(cases) * (1 + len(gradients))) as advance:
             rows = [self._row(setting, count, gradients, advance) for setting, count in cases]
-        if self.json is not None:
-            records.write(self.json, environment("cpu"), dataclasses.asdict(self), rows)
+        records.keep(self, "cpu", rows)
         for count in self.workers:
             at_count = [row for row in rows if row["workers"] == count]
             if at_count:

@@ -11,7 +11,6 @@ import jax
 import tyro
 
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import parse_size
 from dynamiq_jax._inspection import scripts
@@ -95,31 +94,26 @@ class Doctor:
             console.out(inspection)
             if self.target.suffix == ".py":  # a text may be of another machine
                 console.out(f"By default, {operations.default_backend()}.")
-            if self.json is not None:
-                results = {
-                    "collectives": [row._asdict() for row in inspection.rows],
-                    "findings": [finding._asdict() for finding in inspection.findings],
-                }
-                where = environment(jax.devices()[0].device_kind)
-                records.write(self.json, where, dataclasses.asdict(self), results)
+            results = {
+                "collectives": [row._asdict() for row in inspection.rows],
+                "findings": [finding._asdict() for finding in inspection.findings],
+            }
+            records.keep(self, jax.devices()[0].device_kind, results)
         return int(bool(inspection.findings))
 
     def _of_script(self, meshes: Sequence[Mapping[str, int]]) -> Inspection:
         if self.cpu_devices is not None:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", self.cpu_devices)
-        step = scripts.train_step(self.target, self.arguments, parse_size(self.least, "--least"))
-        if step.mistake is not None:
-            finding = Finding(step.mistake.kind, str(step.mistake))
-            return Inspection((), (finding,), is_compiled=False)
+        least = parse_size(self.least, "--least")
+        text, traced, mistake = scripts.train_step(self.target, self.arguments, least)
+        if mistake is not None:
+            return Inspection((), (Finding(mistake.kind, str(mistake)),), is_compiled=False)
+        known = Evidence(records=tuple(traced), steps=tuple(traced.steps), workers=self.workers)
         inspection = inspect_text(
-            step.text or "",
-            Evidence(records=tuple(step.records), workers=self.workers),
-            meshes=meshes,
-            devices_per_host=self.devices_per_host,
+            text or "", known, meshes=meshes, devices_per_host=self.devices_per_host
         )
-        inspection = dataclasses.replace(inspection, steps=tuple(step.records.steps))
-        if step.text is None and not inspection.findings:
+        if text is None and not inspection.findings:
             raise CommandError(
                 f"{self.target} ended without a program in which each device sends {self.least}B "
                 "or more. Give a smaller --least, more devices (--cpu-devices 4), or the script "

@@ -13,7 +13,6 @@ from rich.table import Table
 from dynamiq_jax._commands.bench import bench_table, measured_rows
 from dynamiq_jax._commands.devices import OnDevices
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
 from dynamiq_jax._measurement.devices import make_mesh
@@ -129,7 +128,7 @@ class Verify(OnDevices):
             if problems
             else f"Right: {compared} outputs of kernels, and all sums."
         )
-        if first and self.json is not None:
+        if first:
             results = {
                 "checks": [
                     dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()}
@@ -145,12 +144,8 @@ class Verify(OnDevices):
                 "warnings": warned,
                 "problems": problems,
             }
-            where = environment(kind) | {
-                "platform": devices[0].platform,
-                "devices": len(devices),
-                "processes": processes,
-            }
-            records.write(self.json, where, dataclasses.asdict(self), results)
+            facts = {"devices": len(devices), "processes": processes}
+            records.keep(self, kind, results, platform=devices[0].platform, **facts)
         return int(bool(problems))
 
     def _checks(self, console: Console) -> list[KernelCheck]:

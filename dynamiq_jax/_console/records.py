@@ -3,11 +3,24 @@
 This module imports only what the library needs, as benchmarks run on machines without more.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dynamiq_jax._console.environment import environment
+
+
+def keep(command: Any, device: str, results: Any, **facts: Any) -> None:
+    """Write results of a command to its file, where `--json` gives one.
+
+    `device` is the kind of the devices that were measured, and facts are those of their machine.
+    """
+    if command.json is not None:
+        where = environment(device) | facts
+        write(command.json, where, dataclasses.asdict(command), results)
 
 
 def write(path: Path, environment: Mapping[str, Any], config: Mapping[str, Any], results: Any):

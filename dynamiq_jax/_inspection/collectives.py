@@ -165,19 +165,18 @@ def groups_of(line: HloInstruction, count: int) -> np.ndarray:
         return _of_named_axes(*named.groups())
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota is None:
-        return _numbered([count])[None]
-    devices = _numbered([int(size) for size in iota[3].split(",")])
-    if iota[4]:
-        devices = devices.transpose([int(d) for d in iota[4].split(",")])
-    return devices.reshape(int(iota[1]), int(iota[2]))
+        return _numbered(str(count))[None]
+    return _numbered(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
 
 
-def _numbered(shape: list[int]) -> np.ndarray:
-    """Return the numbers of devices from 0 on, of a shape."""
-    count = math.prod(shape)
+def _numbered(shape: str, order: str | None = None) -> np.ndarray:
+    """Return the numbers of devices from 0 on, of a shape, with dimensions in another order."""
+    sizes = [int(size) for size in shape.split(",")]
+    count = math.prod(sizes)
     if not 0 < count <= MOST_DEVICES:
         raise ValueError(f"a collective of {count} devices")
-    return np.arange(count).reshape(shape)
+    devices = np.arange(count).reshape(sizes)
+    return devices.transpose([int(d) for d in order.split(",")]) if order else devices
 
 
 def connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -194,25 +193,21 @@ def connected(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(sorted(part)) for part in parts_once))
 
 
-def _of_named_axes(axes: str, order: str, transposed: str, grouped: str) -> np.ndarray:
+def _of_named_axes(axes: str, shape: str, order: str, grouped: str) -> np.ndarray:
     """Return the groups of devices along axes of a mesh, or parts of axes: `'a':(2)4` is the middle
     dimension of `a`, split into [2, 4, rest].
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    devices = np.arange(math.prod(sizes.values()))
-    if order:
-        devices = devices.reshape([int(d) for d in order.split(",")])
-    if transposed:
-        devices = devices.transpose([int(d) for d in transposed.split(",")])
+    devices = _numbered(shape or str(math.prod(sizes.values())), order)
     along = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", grouped)
     parts = {name: (int(outer), int(part)) for name, outer, part in along if part}
-    shape: list[int] = []
+    split: list[int] = []
     places: dict[str, int] = {}
     for name, size in sizes.items():
         outer, part = parts.get(name, (1, size))
-        places[name] = len(shape) + 1
-        shape += [outer, part, size // (outer * part)]
+        places[name] = len(split) + 1
+        split += [outer, part, size // (outer * part)]
     last = [places[name] for name, _, _ in along]
-    others = [axis for axis in range(len(shape)) if axis not in last]
-    count = math.prod(shape[axis] for axis in last)
-    return devices.reshape(shape).transpose(*others, *last).reshape(-1, count)
+    others = [axis for axis in range(len(split)) if axis not in last]
+    count = math.prod(split[axis] for axis in last)
+    return devices.reshape(split).transpose(*others, *last).reshape(-1, count)

@@ -11,6 +11,7 @@ from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.flow import Flow, SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
+from dynamiq_jax._rewriting.report import CompressReport
 
 _FEW = 0.05  # share of the bytes below which an exact sum does not matter
 _MANY = 0.2  # share of the bytes of small leaves from which on they matter
@@ -31,6 +32,7 @@ class Evidence:
 
     collectives: tuple[CompiledCollective, ...] = ()
     records: tuple[TracedCollective, ...] = ()  # of collectives of this library
+    steps: tuple[CompressReport, ...] = ()  # sums of steps that `dq.compress` made
     arguments: tuple[Argument, ...] = ()
     flow: Flow | None = None  # of the sums of the records; None if not known
     workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said

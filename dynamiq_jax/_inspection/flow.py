@@ -76,7 +76,7 @@ class _Reading:
         self.terms: dict[tuple[int, int], _Value] = {}  # the last ones of each leaf
         # Origins of each value that is used in another way than by linear equations.
         self.used: set[frozenset[Origin]] = set()
-        self.added: set[tuple[Origin, Origin]] = set()  # to each other
+        self.added: set[frozenset[Origin]] = set()  # pairs that are added to each other
         self.counters: set[Origin] = set()  # integers that loops carry
         self.next: Origin = 0
 
@@ -139,7 +139,7 @@ class _Reading:
         if name in _OF_SEVERAL:
             for one, other in itertools.combinations(depending, 2):
                 own = one.origins - other.origins, other.origins - one.origins
-                self.added.update(map(_in_order, itertools.product(*own)))
+                self.added.update(map(frozenset, itertools.product(*own)))
             is_linear = all(value.is_linear for value in depending)
             return _Value(origins, is_linear, all(zeros))
         if name in _OF_ONE:
@@ -190,14 +190,11 @@ class _Reading:
         inside.used.update(value.origins for value in outputs)
         inside._add_turns(dict(zip(own, outputs, strict=False)), length, frozenset(self.sent))
         vars(self).update(vars(inside))
-        before = [*first, *[_Value()] * (len(outputs) - len(first))]
+        # Nothing is carried into the others, which are stacked.
+        before = [*first, *[_Value(is_zero=True)] * (len(outputs) - len(first))]
         return [
-            _Value(
-                (value.origins - {*own}) | start.origins,
-                value.is_linear and start.is_linear,
-                value.is_zero and (start.is_zero or number >= len(first)),
-            )
-            for number, (value, start) in enumerate(zip(outputs, before, strict=True))
+            _either([value._replace(origins=value.origins - {*own}), start])
+            for value, start in zip(outputs, before, strict=True)
         ]
 
     def _add_turns(
@@ -221,8 +218,8 @@ class _Reading:
             needed |= more
         for origin in sent - needed:  # no term of a later turn depends on it
             for carried, value in outputs.items():
-                is_total = value.is_linear and {origin, carried} <= value.origins
-                if is_total and self._are_together(_in_order((origin, carried))):
+                pair = frozenset({origin, carried})
+                if value.is_linear and pair <= value.origins and self._are_together(pair):
                     one = self.sent[origin]
                     self.sent[origin] = one._replace(added=one.added * length)
 
@@ -230,18 +227,14 @@ class _Reading:
         """Return groups of sums that are only added up with each other."""
         group_of = {origin: frozenset({origin}) for origin in self.sent}
         for pair in self.added:
-            if self.sent.keys() >= {*pair} and self._are_together(pair):
-                joined = group_of[pair[0]] | group_of[pair[1]]
+            if pair <= self.sent.keys() and self._are_together(pair):
+                joined = frozenset[Origin]().union(*(group_of[origin] for origin in pair))
                 group_of.update(dict.fromkeys(joined, joined))
         return list(dict.fromkeys(group_of.values()))
 
-    def _are_together(self, pair: tuple[Origin, Origin]) -> bool:
+    def _are_together(self, pair: frozenset[Origin]) -> bool:
         """Return whether two values are added, and nothing uses one of them without the other."""
-        return pair in self.added and not any(len(each & {*pair}) == 1 for each in self.used)
-
-
-def _in_order(pair: tuple[Origin, Origin]) -> tuple[Origin, Origin]:
-    return min(pair), max(pair)
+        return pair in self.added and not any(len(each & pair) == 1 for each in self.used)
 
 
 def _either(values: Sequence[_Value]) -> _Value:

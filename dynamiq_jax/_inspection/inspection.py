@@ -113,26 +113,19 @@ def _texts(row: Row) -> tuple[str, ...]:
 
 def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
     """Join collectives that differ in nothing but their sizes."""
-    groups: dict[tuple[str, str, str, str, str, bool], list[CompiledCollective]] = {}
+    groups: dict[Row, list[CompiledCollective]] = {}
     for one in collectives:
-        over = "" if one.axes is None else ", ".join(one.axes)
-        over = over or f"groups of {len(one.groups[0])}"
-        where = str(one.place) if one.place else ""
-        key = (_what(one), over, one.link, "+".join(one.dtypes), where, one.in_branch)
-        groups.setdefault(key, []).append(one)
+        over = ", ".join(one.axes or ()) or f"groups of {len(one.groups[0])}"
+        where, types = str(one.place or ""), "+".join(one.dtypes)
+        alike = Row(_what(one), over, one.link, types, 0, 0.0, None, where, one.in_branch)
+        groups.setdefault(alike, []).append(one)
     rows = [
-        Row(
-            what,
-            over,
-            link,
-            type,
+        row._replace(
             messages=sum(one.times for one in members),
             bytes=sum(one.bytes for one in members),
             bytes_of_host=_most([one.bytes_of_hosts for one in members]),
-            where=where,
-            in_branch=in_branch,
         )
-        for (what, over, link, type, where, in_branch), members in groups.items()
+        for row, members in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

@@ -27,9 +27,7 @@ class TrainStepOfScript(NamedTuple):
 
 
 class _CompiledError(BaseException):  # scripts catch exceptions of other kinds
-    def __init__(self, text: str):
-        super().__init__()
-        self.text = text
+    """End of a script: its argument is the text of the train step."""
 
 
 def train_step(script: Path, arguments: Sequence[str], least: float) -> TrainStepOfScript:
@@ -55,7 +53,7 @@ def train_step(script: Path, arguments: Sequence[str], least: float) -> TrainSte
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _CompiledError as stopped:
-            return TrainStepOfScript(stopped.text, records, None)
+            return TrainStepOfScript(stopped.args[0], records, None)
         except MistakeError as mistake:
             return TrainStepOfScript(None, records, mistake)
         except SystemExit as ended:

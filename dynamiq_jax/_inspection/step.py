@@ -25,10 +25,7 @@ _numbers = itertools.count()
 
 
 def inspect(
-    step: Callable[..., Any],
-    *args: Any,
-    devices_per_host: int | None = None,
-    **kwargs: Any,
+    step: Callable[..., Any], *args: Any, devices_per_host: int | None = None, **kwargs: Any
 ) -> Inspection:
     """Compile a train step, list what it sends, and find mistakes that make compression useless.
 
@@ -80,16 +77,18 @@ def inspect(
         except MistakeError as error:
             return Inspection((), (Finding(error.kind, str(error)),), is_compiled=False)
     compiled = lowered.compile()
-    inspection = inspect_text(
+    arguments = tuple(_arguments((args, kwargs)))
+    return inspect_text(
         compiled.as_text(),
-        Evidence(records=tuple(records), arguments=tuple(_arguments((args, kwargs))), flow=flow),
+        Evidence(
+            records=tuple(records), steps=tuple(records.steps), arguments=arguments, flow=flow
+        ),
         meshes=[
             *_meshes((args, kwargs, compiled.input_shardings, compiled.output_shardings)),
             *_meshes_of_text(lowered.as_text("hlo", debug_info=True)),
         ],
         devices_per_host=devices_per_host,
     )
-    return dataclasses.replace(inspection, steps=tuple(records.steps))
 
 
 def inspect_text(
@@ -110,7 +109,7 @@ def inspect_text(
     mesh = max(candidates, key=_size, default={})
     collectives = tuple(collectives_of(text, Devices.of(mesh, devices_per_host)))
     known = dataclasses.replace(known, collectives=collectives)
-    return Inspection(rows_of(collectives), tuple(findings(known)))
+    return Inspection(rows_of(collectives), tuple(findings(known)), steps=known.steps)
 
 
 def _size(mesh: Mesh | Mapping[str, int]) -> tuple[int, int]:
@@ -135,17 +134,10 @@ def _meshes_of_text(text: str) -> Iterator[dict[str, int]]:
 
 def _arguments(tree: Any) -> Iterator[Argument]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and hasattr(leaf, "shape"):
-            sizes = sharding.mesh.shape
-            names = [
-                name
-                for dimension in compat.partitions(sharding.spec)
-                for name in names_of(dimension)
-            ]
-            split_over = tuple(name for name in names if sizes[name] > 1)
-        else:
-            split_over = ()
+        sharding, split_over = getattr(leaf, "sharding", None), tuple[str, ...]()
+        if isinstance(sharding, NamedSharding):
+            names = itertools.chain(*map(names_of, compat.partitions(sharding.spec)))
+            split_over = tuple(name for name in names if sharding.mesh.shape[name] > 1)
         where, *rest = path[1:]
         name = f"argument {getattr(where, 'idx', getattr(where, 'key', where))}"
         yield Argument(name + jax.tree_util.keystr(tuple(rest)), jax.numpy.shape(leaf), split_over)

@@ -1,7 +1,6 @@
 """Rounds of islands on a link: what they need of it, and how much of the time computes."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from dynamiq_jax.islands import Sparse
@@ -9,6 +8,7 @@ from dynamiq_jax.islands import Sparse
 SHARE = 0.1  # of the time of the local steps that an exchange may take
 # Times of exchanges over real links, relative to the formula: 1.25 to 1.66 in reports of others.
 MARGINS = (1.25, 1.66)
+_MARGIN = sum(MARGINS) / 2
 _DAY = 86400.0
 
 
@@ -40,6 +40,17 @@ SPARSE = SPARSE_KINDS[1]  # of the default settings
 PLAIN_STEPS = 0.62
 
 
+class LinkTime(NamedTuple):
+    """Time that depends on the bandwidth of a link."""
+
+    computing: float  # seconds, on any link
+    bits: float  # that the link carries
+
+    def on(self, link: float) -> float:
+        """Return the seconds on a link of some bits a second."""
+        return self.computing + self.bits / link
+
+
 class IslandRounds(NamedTuple):
     """Prediction for a kind of message."""
 
@@ -48,7 +59,7 @@ class IslandRounds(NamedTuple):
     computing: tuple[float, float]  # least and largest share of the time in local steps
     message_bytes: float
     bytes_a_day: float  # of all islands in the store
-    to_loss: float  # seconds to a loss that takes one round of exact messages
+    to_loss: LinkTime  # to a loss that takes one round of exact messages
 
 
 def island_rounds(
@@ -70,13 +81,11 @@ def island_rounds(
         computing=(seconds / longest, seconds / shortest),
         message_bytes=message_bytes,
         bytes_a_day=islands * message_bytes * _DAY / shortest,
-        to_loss=message.rounds * (shortest + longest) / 2,
+        to_loss=LinkTime(message.rounds * (seconds + coding), message.rounds * _MARGIN * received),
     )
 
 
-def plain_seconds(
-    size: int, workers: int, bits: float, steps: int, seconds: float, link: float
-) -> float:
+def plain_time(size: int, workers: int, bits: float, steps: int, seconds: float) -> LinkTime:
     """Predict the time of an all-reduce in every step to a loss, as `IslandRounds.to_loss`.
 
     Margins of real links are those of islands.
@@ -87,28 +96,16 @@ def plain_seconds(
       bits: of a coordinate.
       steps: local steps of a round of islands.
       seconds: of all these steps, computation alone.
-      link: bits a second.
     """
-    wire = steps * 2 * (workers - 1) / workers * size * bits / link
-    return PLAIN_STEPS * (seconds + sum(MARGINS) / 2 * wire)
+    sent = steps * 2 * (workers - 1) / workers * size * bits
+    return LinkTime(PLAIN_STEPS * seconds, PLAIN_STEPS * _MARGIN * sent)
 
 
-def faster_from(
-    plain: Callable[[float], float], others: Sequence[Callable[[float], float]]
-) -> float:
-    """Return the bandwidth from which on one time is the shortest; Inf if it never is.
-
-    Args:
-      plain: time on a link of some bits a second: a sum of a constant and of a term over the rate.
-      others: times of the same form.
-    """
-
-    def after(other: Callable[[float], float]) -> float:
-        gained = other(math.inf) - plain(math.inf)
-        wire = (plain(1.0) - plain(math.inf)) - (other(1.0) - other(math.inf))
-        return max(wire, 0.0) / gained if gained > 0 else math.inf
-
-    return max(map(after, others))
+def faster_from(plain: LinkTime, islands: Iterable[LinkTime]) -> float:
+    """Return the bandwidth from which on plain steps, which compute less, take the least time."""
+    return max(
+        max(plain.bits - each.bits, 0.0) / (each.computing - plain.computing) for each in islands
+    )
 
 
 def island_memory(size: int) -> int:

@@ -12,7 +12,6 @@ from benchmarks.harness.columns import Column, table
 from benchmarks.speed.tune_buckets import steps
 from benchmarks.speed.tune_buckets.tuner import BucketTrial, StepTimer, tune_bucket_bytes
 from dynamiq_jax._console import options, records, tables
-from dynamiq_jax._console.environment import environment
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_seconds, parse_size
 
@@ -90,10 +89,8 @@ class TuneBuckets:
         console.print(_table(trials))
         console.print(f"dq.Compression(bucket_bytes={trials[0].bucket_bytes})")
         if is_first:
-            if self.json is not None:
-                results = {"trials": [trial._asdict() for trial in trials]}
-                where = environment(jax.devices()[0].device_kind)
-                records.write(self.json, where, dataclasses.asdict(self), results)
+            results = {"trials": [trial._asdict() for trial in trials]}
+            records.keep(self, jax.devices()[0].device_kind, results)
             if self.plot is not None:
                 steps.save_plot(self.plot, trials)
         return 0
