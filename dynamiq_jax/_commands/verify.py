@@ -35,8 +35,6 @@ from pallas_kernels.trial import CALLS
 
 _METHOD = DynamiQ()  # that is timed
 _MOST_ERROR = 4.0 ** (3 - 5)  # vNMSE: far above any right answer at 5 bits, far below a wrong one
-_COPY_BYTES = {"cpu": 2**28}  # several times the caches of a CPU
-_LARGE_COPY = 2**30
 _MARKS = {
     KernelVerdict.ABSENT: "-",
     KernelVerdict.SAME: "[green]same[/green]",
@@ -167,7 +165,8 @@ class Verify(OnDevices):
         if self.interpret:
             return math.nan, []
         batches = Batches()
-        copy = copy_speed(_COPY_BYTES.get(jax.default_backend(), _LARGE_COPY), batches)
+        # Several times the caches.
+        copy = copy_speed(2**28 if jax.default_backend() == "cpu" else 2**30, batches)
         speeds: list[Speed] = []
         wrong = {check.backend for check in checks if check.verdict > KernelVerdict.ROUNDING}
         right = {check.backend for check in checks if check.is_right} - wrong - {BASE}

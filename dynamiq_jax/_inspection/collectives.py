@@ -15,7 +15,6 @@ from dynamiq_jax._inspection.hlo import (
     HloComputation,
     HloInstruction,
     HloProgram,
-    Place,
     SourcePlaces,
     arrays_of,
     parts_of,
@@ -50,7 +49,7 @@ class CompiledCollective:
     bytes_of_hosts: tuple[float, ...] | None  # that each host sends to others; None if not known
     labels: tuple[str, ...]  # of this library: what it is part of; empty for others
     source: str  # name that JAX gave the operation
-    place: Place | None  # line of the program outside of this library
+    place: str  # line of the program outside of this library; empty if not known
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -104,7 +103,7 @@ def collectives_of(text: str, devices: Devices) -> list[CompiledCollective]:
                         bytes_of_hosts=of_hosts and tuple(sent * share for share in of_hosts),
                         labels=labels(origin.source),
                         source=origin.source,
-                        place=places.of(origin.attributes),
+                        place=places.of(origin),
                     )
             elif line.opcode == "while":
                 turns = program.trips(name, line)

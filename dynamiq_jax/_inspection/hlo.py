@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import pallas_kernels
 from dynamiq_jax._core.text import short_name
-from pallas_kernels._jax.compat import override
 
-_BITS = {"pred": 8}  # of types whose name has no number
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)(e\d\w*)?\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
 _LINE = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*)$")
@@ -19,8 +17,6 @@ _CALLS = re.compile(
     r"\b(?:calls|to_apply|body|condition|(?:true|false)_computation)=%?([\w.\-]+)"
     r"|\b(?:branch|called)_computations=\{([^}]*)\}"
 )
-
-
 # The caller of a collective is of interest, not the lines of this library.
 _OURS = (str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(pallas_kernels.__file__).parent))
 
@@ -40,7 +36,7 @@ class ArrayType(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return _BITS.get(self.dtype) or int(re.findall(r"\d+", self.dtype)[0])
+        return 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
 
     @property
     def bytes(self) -> int:
@@ -200,34 +196,15 @@ def is_whole(text: str) -> bool:
     return bool(re.search(r"^ENTRY ", text, re.M)) and text.rstrip().rpartition("\n")[2] == "}"
 
 
-class Place(NamedTuple):
-    """Line of a file."""
-
-    file: str
-    line: int
-    column: int
-
-    @property
-    def key(self) -> str:
-        """Full path, line and column."""
-        return f"{self.file}:{self.line}:{self.column}"
-
-    @override
-    def __str__(self) -> str:
-        return f"{short_name(self.file)}:{self.line}"
-
-
 class SourcePlaces:
     """Table of source lines at the beginning of the text of a program."""
 
     def __init__(self, text: str):
         files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
         lines = {
-            number: Place(files[file], int(line), int(column))
-            for number, file, line, column in re.findall(
-                r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+) .*?column=(\d+)",
-                _section(text, "FileLocations"),
-                re.M,
+            number: (files[file], line)
+            for number, file, line in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)", _section(text, "FileLocations"), re.M
             )
         }
         frames = re.findall(
@@ -236,23 +213,24 @@ class SourcePlaces:
             re.M,
         )
         self._frames = {
-            int(number): (lines[location], int(parent or 0)) for number, location, parent in frames
+            int(number): (*lines[location], int(parent or 0)) for number, location, parent in frames
         }
         # Some versions of XLA number parents from 1, and the first frame has none.
-        self._shift = 1 if self._frames.get(1, (None, 0))[1] == 1 else 0
+        self._shift = 1 if self._frames.get(1, ("", "", 0))[2] == 1 else 0
 
-    def of(self, attributes: str) -> Place | None:
-        """Return the line outside of this library that an instruction comes from, if known."""
-        match = re.search(r"stack_frame_id=(\d+)", attributes)
-        frame = int(match[1]) if match else 0
+    def of(self, instruction: HloInstruction) -> str:
+        """Return the line outside of this library that an instruction comes from, as "train.py:7".
+
+        It is empty if not known.
+        """
+        frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
         while frame in self._frames:
-            place, parent = self._frames[frame]
-            if not place.file.startswith(_OURS):
-                return place
+            file, line, parent = self._frames[frame]
+            if not file.startswith(_OURS):
+                return f"{short_name(file)}:{line}"
             frame = parent - self._shift if parent - self._shift < frame else 0
-        if line := re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes):
-            return Place(line[1], int(line[2]), 0)
-        return None
+        match = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        return f"{short_name(match[1])}:{match[2]}" if match else ""
 
 
 def _section(text: str, title: str) -> str:

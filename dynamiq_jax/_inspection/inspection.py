@@ -116,8 +116,8 @@ def rows_of(collectives: Iterable[CompiledCollective]) -> tuple[Row, ...]:
     groups: dict[Row, list[CompiledCollective]] = {}
     for one in collectives:
         over = ", ".join(one.axes or ()) or f"groups of {len(one.groups[0])}"
-        where, types = str(one.place or ""), "+".join(one.dtypes)
-        alike = Row(_what(one), over, one.link, types, 0, 0.0, None, where, one.in_branch)
+        types = "+".join(one.dtypes)
+        alike = Row(_what(one), over, one.link, types, 0, 0.0, None, one.place, one.in_branch)
         groups.setdefault(alike, []).append(one)
     rows = [
         row._replace(

@@ -76,12 +76,7 @@ class CompiledAllReduce:
 
 
 def measure(
-    settings: Sequence[Setting],
-    mesh: Mesh,
-    size: int,
-    *,
-    repeats: int,
-    done: Callable[[str], None],
+    settings: Sequence[Setting], mesh: Mesh, size: int, *, repeats: int, done: Callable[[str], None]
 ) -> list[Measurement]:
     """Measure settings at one size, in turns so that a change of the machine's load meets all.
 

@@ -62,19 +62,16 @@ def record(
     Results hold those of the baselines. The link, bits a second, is None where devices share a
     memory, and `sharing` workers share the cores of one machine.
     """
-    codec = _codec_seconds(result, link)
-    setting, break_even = parse_setting(result.setting), {}
-    for name in (PSUM, BF16_RING):
-        baseline = parse_setting(name)
-        for other in results:
-            is_baseline = other.size == result.size and parse_setting(other.setting) == baseline
-            if is_baseline and setting != baseline:
-                break_even[name] = break_even_rate(
-                    codec,
-                    result.bytes_per_worker,
-                    _codec_seconds(other, link),
-                    other.bytes_per_worker,
-                )
+    codec, setting = _codec_seconds(result, link), parse_setting(result.setting)
+    others = {parse_setting(each.setting): each for each in results if each.size == result.size}
+    baselines = {name: others.get(parse_setting(name)) for name in (PSUM, BF16_RING)}
+    break_even = {
+        name: break_even_rate(
+            codec, result.bytes_per_worker, _codec_seconds(other, link), other.bytes_per_worker
+        )
+        for name, other in baselines.items()
+        if other is not None and parse_setting(name) != setting
+    }
     return dataclasses.asdict(result) | {
         "bandwidth": result.bandwidth,
         "codec_seconds": codec,
