@@ -18,6 +18,7 @@ from dynamiq_jax.islands import merging, messages
 from dynamiq_jax.parts import collectives
 
 ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
 PACKAGES = ("dynamiq_jax", "pallas_kernels")
 
 # Each layer may import itself and those before it.
@@ -72,6 +73,7 @@ def module_name(path: pathlib.Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
+@functools.cache
 def parsed(*folders: str) -> dict[str, ast.Module]:
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {module_name(path): ast.parse(path.read_text()) for path in paths}
@@ -102,6 +104,13 @@ def imports(tree: ast.Module) -> set[str]:
                 found.add(name if is_module else node.module)
     ours = {name for name in found if name.split(".")[0] in PACKAGES}
     return {name if name in LIBRARY else f"{name}.__init__" for name in ours}
+
+
+def modules_of(tree: ast.Module) -> set[str]:
+    """Modules that a module names in its imports, anywhere."""
+    nodes = list(ast.walk(tree))
+    found = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    return found | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 @functools.cache
@@ -148,22 +157,14 @@ def test_the_product_imports_nothing_of_the_research():
     found = {
         name
         for name, tree in parsed(*PACKAGES, "tests", "examples", "benchmarks").items()
-        for node in ast.walk(tree)
-        for module in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
+        for module in modules_of(tree)
         if module.split(".")[0] in ("dynamiq_research", "research")
     }
     assert found == set()
 
 
 def test_the_page_on_architecture_names_every_package_from_the_bottom_up():
-    page = (ROOT / "docs/architecture.md").read_text()
-    diagram, table = page.split("## The path of one call")[0].split("| package | content |")
+    diagram, table = PAGE.split("## The path of one call")[0].split("| package | content |")
     rooms = [layer for layer in LAYERS if "__" not in layer]
     entries = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
     # Every module has its place in one of them.
@@ -174,14 +175,10 @@ def test_the_page_on_architecture_names_every_package_from_the_bottom_up():
 
 
 def test_files_on_the_page_on_architecture_exist():
-    page = (ROOT / "docs/architecture.md").read_text()
-    named = set(re.findall(r"`([\w/]+\.py)`", page))
-    paths = {f"{name.replace('.', '/')}.py" for name in LIBRARY}
-    paths |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGE))
+    paths = [f"/{name.replace('.', '/')}.py" for name in (*LIBRARY, *parsed("tests"))]
     assert named
-    assert [
-        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)
-    ] == []
+    assert [name for name in named if not any(p.endswith(f"/{name}") for p in paths)] == []
 
 
 def test_imports_make_no_cycle():
@@ -234,6 +231,17 @@ def test_what_is_private_is_imported_only_where_it_lives():
     assert examples and not any(inside(other, "examples") for _, other in edges())
 
 
+# What modules of the library may say to users.
+SAYING = {
+    "dynamiq_jax._check.exchange": "warnings",  # of a check that was not made, which is no error
+    f"{ROOM_OF_ALL}.compat": "warnings",  # of a version of JAX in which processes are not compared
+    "pallas_kernels.first_use": "warnings",  # of kernels that the base replaces
+    "pallas_kernels.choice": "logging",  # of one line, which names the backend of a process
+    "dynamiq_jax.islands._transports": "logging",  # of calls that fail, and of what is left out
+    "dynamiq_jax._rewriting.compressed_step": "warnings",  # of a step that is compiled every time
+}
+
+
 def test_the_library_neither_prints_nor_logs():
     """Only the command line does, which has a console."""
     silent = {name: tree for name, tree in LIBRARY.items() if layer_of(name) not in ON_TOP}
@@ -242,29 +250,10 @@ def test_the_library_neither_prints_nor_logs():
         nodes = list(ast.walk(tree))
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-        imported = {
-            name.split(".")[0]
-            for node in nodes
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module]
-            )
-        }
+        imported = {name.split(".")[0] for name in modules_of(tree)}
         assert not names & {"print", "breakpoint", "input"}, module
-        if module == "dynamiq_jax._check.exchange":
-            imported.remove("warnings")  # of a check that could not be made, which is no error
-        if module == f"{ROOM_OF_ALL}.compat":
-            imported.remove("warnings")  # of a version of JAX in which processes are not compared
-        if module == "pallas_kernels.first_use":
-            imported.remove("warnings")  # of kernels that the base replaces
-        if module == "pallas_kernels.choice":
-            imported.remove("logging")  # of one line, which names the backend of a process
-        if module == "dynamiq_jax.islands._transports":
-            imported.remove("logging")  # of calls that fail, and of what is left out
-        if module == "dynamiq_jax._rewriting.compressed_step":
-            imported.remove("warnings")  # of a step that is compiled again at every call
+        if module in SAYING:
+            imported.remove(SAYING[module])
         assert not imported & {"logging", "warnings", "rich", "tqdm", "tyro", "matplotlib"}, module
         assert not [a for a in attributes if a.startswith(("sys.std", "jax.debug."))], module
 
@@ -295,10 +284,7 @@ def test_classes_have_names_of_their_own():
 
     `Block` is one of each kernel backend, and `Config` the options of a benchmark.
     """
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
-        for path in (ROOT / "benchmarks").rglob("*.py")
-    }
+    modules = parsed("benchmarks")
     imported = {
         (node.module, alias.name)
         for tree in modules.values()
@@ -357,11 +343,7 @@ def test_help_of_public_functions_describes_every_argument(package):
         assert described == [*inspect.signature(function).parameters], function.__name__
 
 
-@pytest.mark.parametrize(
-    "package",
-    (*FACADES, *INNER_FACADES),
-    ids=lambda p: p.__name__,
-)
+@pytest.mark.parametrize("package", (*FACADES, *INNER_FACADES), ids=lambda p: p.__name__)
 def test_the_public_api_is_what_is_there(package):
     assert len(set(package.__all__)) == len(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
@@ -377,14 +359,10 @@ def test_the_main_api_is_small_and_documented():
 
 def test_scripts_import_names_that_the_library_has():
     """Most scripts run on machines of their own, where a name that is gone would be found late."""
-    for folder in ("benchmarks", "examples", "docs"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.ImportFrom) or node.module is None:
-                    continue
-                if node.module.partition(".")[0] not in PACKAGES:
-                    continue
+    for script, tree in parsed("benchmarks", "examples", "docs").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
                 module = importlib.import_module(node.module)
                 for name in (alias.name for alias in node.names):
                     has = hasattr(module, name) or find_spec(f"{node.module}.{name}")
-                    assert has, f"{path}: {node.module}.{name}"
+                    assert has, f"{script}: {node.module}.{name}"
