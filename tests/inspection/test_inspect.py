@@ -25,12 +25,18 @@ pytestmark = pytest.mark.frames
 KEY = jax.random.key(0)
 BATCH = jnp.ones((32, 512))
 EXACT_PARAMS = {"w": jnp.zeros((512, 256)), "bias": jnp.zeros(256)}
+SPECS = {"w": P("fsdp"), "bias": P()}
 
 
 def mesh_of(**sizes: int) -> Mesh:
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def mapped(function, mesh: Mesh, *in_specs: P, check_vma: bool = False, **options):
+    """A function on all devices of a mesh, whose results are the same on all."""
+    specs = {"in_specs": in_specs, "out_specs": P(), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=mesh, **specs, **options))
 
 
 def loss_fn(params, batch):
@@ -51,15 +57,13 @@ def manual_step(mesh: Mesh, reduce, *, mark: bool = True, check_vma: bool = Fals
             own = jax.lax.pcast(params, mesh.axis_names, to="varying")
         return updated(params, reduce(jax.grad(loss_fn)(own, batch), key))
 
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(P(), P(mesh.axis_names), P()),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-    )
+    return mapped(local, mesh, P(), P(mesh.axis_names), P(), check_vma=check_vma)
+
+
+def on_fsdp(mesh: Mesh):
+    """The parameters, of which the matrix is split."""
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    return jax.device_put(EXACT_PARAMS, shardings)
 
 
 def compressed(grads, key):
@@ -87,20 +91,16 @@ def test_a_sound_step_has_no_findings_and_the_bytes_of_the_report():
 
 def test_a_compressed_step_with_shardings_has_no_findings():
     mesh = mesh_of(data=4, fsdp=2)
-    specs = {"w": P("fsdp"), "bias": P()}
-    params = jax.device_put(
-        EXACT_PARAMS, {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    )
     batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
 
     def step(params, batch):
         return updated(params, jax.grad(loss_fn)(params, batch))
 
-    found = dq.inspect(dq.compress(jax.jit(step), "data", method="dynamiq:4"), params, batch)
+    step = dq.compress(jax.jit(step), "data", method="dynamiq:4")
+    found = dq.inspect(step, on_fsdp(mesh), batch)
     assert found.findings == ()
-    report = dq.wire_report(
-        EXACT_PARAMS, "data", mesh=mesh, method=dq.Compression("dynamiq:4", specs=specs)
-    )
+    method = dq.Compression("dynamiq:4", specs=SPECS)
+    report = dq.wire_report(EXACT_PARAMS, "data", mesh=mesh, method=method)
     assert found.bytes_compressed == report.compressed_bytes
 
 
@@ -197,13 +197,6 @@ def test_a_sum_by_autodiff_is_a_double_reduction():
     assert "raises an error" in str(found)
 
 
-def sharded_params(mesh: Mesh):
-    return jax.device_put(
-        EXACT_PARAMS,
-        {"w": NamedSharding(mesh, P("fsdp")), "bias": NamedSharding(mesh, P())},
-    )
-
-
 @pytest.mark.parametrize("specs", (P(), None), ids=("wrong", "missing"))
 def test_gradients_of_sharded_parameters_are_sent_whole(specs):
     mesh = mesh_of(data=4, fsdp=2)
@@ -214,15 +207,8 @@ def test_gradients_of_sharded_parameters_are_sent_whole(specs):
             params, dq.pmean(gradient, "data", key=key, method=dq.Compression("bf16", specs=specs))
         )
 
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P()),
-        out_specs=P(),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    found = dq.inspect(mapped, sharded_params(mesh), BATCH, KEY)
+    over_data = mapped(step, mesh, P(), P("data"), P(), axis_names={"data"})
+    found = dq.inspect(over_data, on_fsdp(mesh), BATCH, KEY)
     assert kinds(found) == ["whole gradient"]
     assert "'fsdp'" in found.findings[0].text and "specs" in found.findings[0].text
 
@@ -251,13 +237,7 @@ def test_small_leaves_are_below_the_threshold():
         grads = jax.tree.map(lambda leaf: leaf + jnp.sum(batch), params)
         return updated(params, dq.pmean(grads, "data", key=key))
 
-    step = jax.shard_map(
-        reduce_all,
-        mesh=mesh_of(data=4),
-        in_specs=(P(), P("data"), P()),
-        out_specs=P(),
-        check_vma=False,
-    )
+    step = mapped(reduce_all, mesh_of(data=4), P(), P("data"), P())
     found = dq.inspect(step, params, BATCH, KEY)
     assert kinds(found) == ["below the threshold"]
     assert "exact_below=1024" in found.findings[0].text
@@ -305,20 +285,11 @@ def test_an_optimizer_that_adds_up_sums_is_found(in_the_optimizer):
         optimizer = optax.MultiSteps(optimizer, every_k_schedule=4)
 
     def local(params, state, batch, key):
-        updates, state = optimizer.update(
-            compressed(jax.grad(loss_fn)(params, batch), key), state, params
-        )
+        mean = compressed(jax.grad(loss_fn)(params, batch), key)
+        updates, state = optimizer.update(mean, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh_of(data=4),
-            in_specs=(P(), P(), P("data"), P()),
-            out_specs=P(),
-            check_vma=False,
-        )
-    )
+    step = mapped(local, mesh_of(data=4), P(), P(), P("data"), P())
     state = optimizer.init(EXACT_PARAMS)
     with jax.numpy_dtype_promotion("standard"):  # of optax
         found = dq.inspect(step, EXACT_PARAMS, state, BATCH, KEY)
@@ -449,16 +420,13 @@ HloModule jit_step, num_partitions=4
   ROOT %sum = f32[] add(%a, %b)
 }
 """
-EXACT_SUMS = (
-    HEAD
-    + """
-ENTRY %main (p: f32[4096]) -> f32[4096] {
-  %p = f32[4096]{0} parameter(0)
+EXACT_SUMS = f"""{HEAD}
+ENTRY %main (p: f32[4096]) -> f32[4096] {{
+  %p = f32[4096]{{0}} parameter(0)
   SUMS
-  ROOT %last = f32[4096]{0} copy(%p)
-}
+  ROOT %last = f32[4096]{{0}} copy(%p)
+}}
 """
-)
 
 
 def test_the_largest_sums_of_a_program_without_compression_are_named():
