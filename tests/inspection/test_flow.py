@@ -45,6 +45,24 @@ def halves(rows):
     return jnp.split(rows, 2)
 
 
+def total(gradient_of, params, batches, first=None):
+    """Add up gradients of batches in a loop that begins with zeros, or with the first."""
+
+    def turn(total, rows):
+        return jax.tree.map(jnp.add, total, gradient_of(params, rows)), None
+
+    start = jax.tree.map(jnp.zeros_like, params) if first is None else first
+    return lax.scan(turn, start, batches)[0]
+
+
+def mean_gradient(params, rows):
+    return mean(jax.grad(loss)(params, rows))
+
+
+def means_of_halves(params, rows):
+    return [mean_gradient(params, each) for each in halves(rows)]
+
+
 # ------------------------------------------------------------------------ steps with a mistake
 
 
@@ -53,11 +71,7 @@ def zeros_by_hand(params, rows):
 
 
 def zeros_added_up_in_a_loop(params, rows):
-    def turn(total, rows):
-        return jax.tree.map(jnp.add, total, jax.grad(frozen_loss)(params, rows)), None
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return sgd(params, mean(lax.scan(turn, zeros, batches(rows))[0]))
+    return sgd(params, mean(total(jax.grad(frozen_loss), params, batches(rows))))
 
 
 def by_optax(*transforms):
@@ -78,72 +92,56 @@ FREEZE = optax.masked(optax.set_to_zero(), {"w": False, "v": True})
 
 
 def added_in_a_loop(params, rows):
-    def turn(total, rows):
-        return jax.tree.map(jnp.add, total, mean(jax.grad(loss)(params, rows))), None
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return sgd(params, lax.scan(turn, zeros, batches(rows))[0])
+    return sgd(params, total(mean_gradient, params, batches(rows)))
 
 
 def running_mean(params, rows):
     def turn(i, total):
-        own = mean(jax.grad(loss)(params, batches(rows)[i]))
+        own = mean_gradient(params, batches(rows)[i])
         return jax.tree.map(lambda m, g: m + (g - m) / (i + 1), total, own)
 
     return sgd(params, lax.fori_loop(0, TURNS, turn, jax.tree.map(jnp.zeros_like, params)))
 
 
 def unrolled(params, rows):
-    grads = [mean(jax.grad(loss)(params, each)) for each in batches(rows)]
-    total = functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), grads)
-    return sgd(params, jax.tree.map(lambda leaf: leaf / (abs(leaf) + 1e-8), total))
+    means = (mean_gradient(params, each) for each in batches(rows))
+    added = functools.reduce(functools.partial(jax.tree.map, jnp.add), means)
+    return sgd(params, jax.tree.map(lambda leaf: leaf / (abs(leaf) + 1e-8), added))
 
 
-def losses_one_by_one(params, rows):
-    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
-    return sgd(params, jax.tree.map(lambda a, b: (a + 0.5 * b) / 2, first, second))
-
-
-def divided_one_by_one(params, rows):
-    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
-    return sgd(params, jax.tree.map(lambda a, b: a / 2 + b / 2, first, second))
+def of_halves(combine):
+    return lambda params, rows: sgd(params, jax.tree.map(combine, *means_of_halves(params, rows)))
 
 
 def begun_with_a_sum(params, rows):
     """The first micro-batch is in front of the loop over the others."""
-
-    def turn(total, rows):
-        return jax.tree.map(jnp.add, total, mean(jax.grad(loss)(params, rows))), None
-
-    first = mean(jax.grad(loss)(params, batches(rows)[0]))
-    return sgd(params, lax.scan(turn, first, batches(rows)[1:])[0])
+    first, *others = batches(rows)
+    begun = mean_gradient(params, first)
+    return sgd(params, total(mean_gradient, params, jnp.stack(others), begun))
 
 
 # ----------------------------------------------------------------------- steps without a mistake
 
 
 def plain(params, rows):
-    return sgd(params, mean(jax.grad(loss)(params, rows)))
+    return sgd(params, mean_gradient(params, rows))
 
 
 def summed_once(params, rows):
-    def turn(total, rows):
-        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, rows)), None
-
-    return sgd(params, mean(lax.scan(turn, jax.tree.map(jnp.zeros_like, params), batches(rows))[0]))
+    return sgd(params, mean(total(jax.grad(loss), params, batches(rows))))
 
 
 def clipped_one_by_one(params, rows):
     """Each sum is clipped: the sum of what is clipped is no clipped sum."""
     clip = optax.clip_by_global_norm(1.0)
-    both = [mean(jax.grad(loss)(params, each)) for each in halves(rows)]
+    both = means_of_halves(params, rows)
     first, second = (clip.update(each, clip.init(params))[0] for each in both)
     return sgd(params, jax.tree.map(jnp.add, first, second))
 
 
 def projected(params, rows):
     """Gradients of two tasks, of which one loses its part along the other."""
-    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    first, second = means_of_halves(params, rows)
     share = sum(map(jnp.vdot, jax.tree.leaves(first), jax.tree.leaves(second)))
     return sgd(params, jax.tree.map(lambda a, b: a + (b - share * a), first, second))
 
@@ -153,7 +151,7 @@ def steps_in_a_loop(params, rows):
 
     def turn(carry, rows):
         params, state = carry
-        updates, state = optimizer.update(mean(jax.grad(loss)(params, rows)), state)
+        updates, state = optimizer.update(mean_gradient(params, rows), state)
         return (optax.apply_updates(params, updates), state), None
 
     return lax.scan(turn, (params, optimizer.init(params)), batches(rows))[0][0]
@@ -184,7 +182,7 @@ def bounded_total(params, rows):
     """A total that is no sum after its first turn."""
 
     def turn(total, rows):
-        own = mean(jax.grad(loss)(params, rows))
+        own = mean_gradient(params, rows)
         return jax.tree.map(lambda a, b: jnp.tanh(a + b), total, own), None
 
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -192,7 +190,7 @@ def bounded_total(params, rows):
 
 
 def each_sum_is_a_result(params, rows):
-    first, second = (mean(jax.grad(loss)(params, each)) for each in halves(rows))
+    first, second = means_of_halves(params, rows)
     return sgd(params, jax.tree.map(jnp.add, first, second)), first
 
 
@@ -217,8 +215,8 @@ STEPS = {
     "added in a loop": (added_in_a_loop, PARAMS, "repeated"),
     "running mean": (running_mean, PARAMS, "repeated"),
     "unrolled": (unrolled, PARAMS, "repeated"),
-    "losses one by one": (losses_one_by_one, PARAMS, "repeated"),
-    "divided one by one": (divided_one_by_one, PARAMS, "repeated"),
+    "losses one by one": (of_halves(lambda a, b: (a + 0.5 * b) / 2), PARAMS, "repeated"),
+    "divided one by one": (of_halves(lambda a, b: a / 2 + b / 2), PARAMS, "repeated"),
     "begun with a sum": (begun_with_a_sum, PARAMS, "repeated"),
     "plain": (plain, PARAMS, None),
     "summed once": (summed_once, PARAMS, None),
@@ -236,12 +234,6 @@ STEPS = {
 }
 
 
-def flow_in(step, *args):
-    with recording() as records:
-        flow = flow_of(jax.jit(step).trace(*args).jaxpr)
-    return Evidence((), tuple(records), flow=flow)
-
-
 def mapped(mesh, step, check_vma):
     def local(params, rows):
         names = ("data",) if check_vma else ()
@@ -256,13 +248,20 @@ def mapped(mesh, step, check_vma):
     )
 
 
+def texts_of(mesh, step, params, *, check_vma=True) -> list[tuple[str, str]]:
+    """The kinds and texts of findings about the flow of a step."""
+    with recording() as records:
+        traced = jax.jit(mapped(mesh, step, check_vma)).trace(params, jnp.concatenate([ROWS] * 4))
+        known = Evidence(records=tuple(records), flow=flow_of(traced.jaxpr))
+    return [(KINDS[each.kind], each.text) for each in findings(known) if each.kind in KINDS]
+
+
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("name", STEPS)
 def test_a_sum_for_nothing_is_found_and_no_other(data_mesh, name, check_vma):
     step, params, expected = STEPS[name]
-    known = flow_in(mapped(data_mesh(4), step, check_vma), params, jnp.concatenate([ROWS] * 4))
-    found = [KINDS[each.kind] for each in findings(known) if each.kind in KINDS]
-    assert found == [expected][: expected is not None]
+    found = texts_of(data_mesh(4), step, params, check_vma=check_vma)
+    assert [kind for kind, _ in found] == [expected][: expected is not None]
 
 
 COUNTS = dict.fromkeys(("added in a loop", "running mean", "unrolled", "begun with a sum"), TURNS)
@@ -271,8 +270,7 @@ COUNTS = dict.fromkeys(("added in a loop", "running mean", "unrolled", "begun wi
 @pytest.mark.parametrize("name", [*COUNTS, "losses one by one"])
 def test_the_bytes_are_those_of_all_sums_and_of_one(data_mesh, name):
     step, params, _ = STEPS[name]
-    known = flow_in(mapped(data_mesh(4), step, True), params, jnp.concatenate([ROWS] * 4))
-    [text] = [each.text for each in findings(known) if each.kind == "sent repeatedly"]
+    [(_, text)] = texts_of(data_mesh(4), step, params)
     once = dq.wire_report(params, 4, method=STOCHASTIC).bytes_per_worker
     count = COUNTS.get(name, 2)
     assert f"Leaves ['v'], ['w'] over 'data' are sent {count} times" in text
@@ -283,8 +281,7 @@ def test_the_bytes_are_those_of_all_sums_and_of_one(data_mesh, name):
 def test_the_bytes_of_what_is_thrown_away_are_those_of_its_leaves(data_mesh, frozen_first):
     """Also where leaves are in several buckets."""
     step = by_optax(*((FREEZE, None) if frozen_first else (None, FREEZE)))
-    known = flow_in(mapped(data_mesh(4), step, True), PARAMS, jnp.concatenate([ROWS] * 4))
-    [text] = [each.text for each in findings(known) if each.kind == "sent and thrown away"]
+    [(_, text)] = texts_of(data_mesh(4), step, PARAMS)
     total = dq.wire_report(PARAMS, 4, method=STOCHASTIC).bytes_per_worker
     assert ("constant zeros" in text) == frozen_first
     assert "Leaf ['v'] over 'data' is " in text

@@ -26,15 +26,14 @@ from dynamiq_jax._prediction.cost_model import bytes_of_host
 from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.methods._registry import resolve_method
 from dynamiq_jax.topologies import resolve_topology
-from tests.inspection.test_inspect import mesh_of
+from tests.inspection.test_inspect import mapped, mesh_of
 
 SIZE = 3 * 2**14
 EVERYTHING = dq.Compression(exact_below=0)
+TOPOLOGIES = ("ring", "butterfly", "all_to_all")
 CASES = [  # hosts, devices of each, topology, method
-    *((2, 8, name, "bf16") for name in ("ring", "butterfly", "all_to_all")),
-    *((4, 4, name, "bf16") for name in ("ring", "butterfly", "all_to_all")),
+    *((*hosts, name, "bf16") for hosts in ((2, 8), (4, 4), (4, 1)) for name in TOPOLOGIES),
     *((3, 2, name, "bf16") for name in ("ring:unroll=True", "all_to_all")),
-    *((4, 1, name, "bf16") for name in ("ring", "butterfly", "all_to_all")),
     (3, 2, "all_to_all", "dynamiq:5"),
     (2, 4, "ring", "dynamiq:5"),
 ]
@@ -43,16 +42,15 @@ CASES = [  # hosts, devices of each, topology, method
 def lowered(axes: dict[str, int], axis_name, method: str, topology: str) -> str:
     """The program of a sum on as many devices as a mesh has, which need not be there."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-    def local(gradient):
-        return dq.psum(
-            gradient, axis_name, key=jax.random.key(0), method=dq.Compression(method, topology)
-        )
-
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+    program = mapped(_psum(axis_name, method, topology), mesh, P())
+    traced = program.trace(jax.ShapeDtypeStruct((SIZE,), jnp.float32))
     program = traced.lower(lowering_platforms=("cpu",)).compiler_ir("hlo")
     return program.get_hlo_module().to_string()
+
+
+def _psum(axis_name, method: str, topology: str):
+    options = dq.Compression(method, topology)
+    return lambda gradient: dq.psum(gradient, axis_name, key=jax.random.key(0), method=options)
 
 
 def inspected(axes: dict[str, int], devices_per_host: int, text: str) -> Inspection:
@@ -154,6 +152,14 @@ def test_each_host_sends_the_messages_that_leave_it(drawn):
     assert Devices({}, hosts[:-1]).sent_by_hosts(groups, "ring") is None
 
 
+def program(lines: str, size: int, count: int) -> str:
+    """The text of a program on some devices, with lines on `%q` of some bytes."""
+    return (
+        f"HloModule step, num_partitions={count}\n\nENTRY %main (q: u8[{size}]) -> u8[{size}] {{\n"
+        f"  %q = u8[{size}]{{0}} parameter(0)\n{lines}\n}}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("opcode", "sent"),
     (
@@ -177,10 +183,8 @@ def test_each_host_sends_the_messages_that_leave_it(drawn):
     ),
 )
 def test_every_kind_of_collective_has_its_way(opcode, sent, groups, local_groups):
-    lines = f"  ROOT %r = u8[1600]{{0}} {opcode}(%q), replica_groups={groups}\n"
     (found,) = inspect_text(
-        f"HloModule step, num_partitions=16\n\nENTRY %main (q: u8[1600]) -> u8[1600] {{\n"
-        f"  %q = u8[1600]{{0}} parameter(0)\n{lines}}}\n",
+        program(f"  ROOT %r = u8[1600]{{0}} {opcode}(%q), replica_groups={groups}", 1600, 16),
         meshes=[{"hosts": 2, "local": 8}],
         devices_per_host=8,
     ).rows
@@ -195,8 +199,7 @@ def test_the_host_that_sends_most_counts_over_all_messages_of_a_row():
         f"  %r{i} = u8[1000]{{0}} collective-permute(%q), source_target_pairs={each}"
         for i, each in enumerate(pairs)
     ]
-    text = "HloModule step, num_partitions=4\n\nENTRY %main (q: u8[1000]) -> u8[1000] {\n"
-    text += "  %q = u8[1000]{0} parameter(0)\n" + "\n".join(lines) + "\n}\n"
+    text = program("\n".join(lines), 1000, 4)
     found = inspect_text(text, meshes=[{"data": 4}], devices_per_host=2)
     assert [(row.bytes, row.bytes_of_host) for row in found.rows] == [(3000, 2000)]
     assert "2 kB to others" in str(found)
@@ -204,7 +207,7 @@ def test_the_host_that_sends_most_counts_over_all_messages_of_a_row():
     assert alone.bytes_of_host is None and "to others" not in str(alone)
 
 
-@pytest.mark.parametrize("topology", ("ring", "butterfly", "all_to_all"))
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("devices_per_host", "expected"), ((8, ["fast link"]), (4, []), (1, [])))
 def test_an_axis_over_several_hosts_is_no_fast_link(topology, devices_per_host, expected):
     """Although a butterfly also has messages that stay inside of a host."""
@@ -216,10 +219,4 @@ def test_an_axis_over_several_hosts_is_no_fast_link(topology, devices_per_host, 
 
 @functools.cache
 def _step(topology: str):
-    def local(gradient):
-        return dq.pmean(
-            gradient, "data", key=jax.random.key(0), method=dq.Compression("bf16", topology)
-        )
-
-    mesh = mesh_of(data=8)
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    return mapped(_psum("data", "bf16", topology), mesh_of(data=8), P())
