@@ -47,22 +47,6 @@ def test_slow_links_are_worth_it():
     assert plain.step == pytest.approx(1.0 + plain.all_reduce.total)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    (
-        {"link": "3200gbit"},
-        {"step_time": 1000.0},
-        {"overlap": 1.0, "step_time": 10.0},
-        {"codec_ns": 50.0},
-        {"size": "1000"},
-    ),
-    ids=("fast link", "long steps", "hidden", "slow codec", "small"),
-)
-def test_it_says_when_not_to(changes):
-    text, _ = answer(**changes)
-    assert "Do not compress" in text
-
-
 def test_transfers_hide_under_a_step_and_the_codec_does_not():
     _, (_, *compressed) = answer(overlap=1.0, step_time=100.0)
     for option in compressed:
@@ -226,11 +210,13 @@ def test_the_line_of_topologies_has_the_fastest_first_and_is_empty_without_bits(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        ({"link": "3200gbit"}, "adds at most 5% to a step"),
+        ({"step_time": 1000.0}, "adds at most 5% to a step"),
+        ({"overlap": 1.0, "step_time": 10.0}, "adds at most 5% to a step"),
         ({"link": "400gbit", "overlap": 0.5}, "the all-reduce adds at most 5% to a step"),
-        (
-            {"device": "cpu", "link": "40gbit", "step_time": 0.01},
-            "the codec takes longer than the shorter transfer saves",
-        ),
+        ({"size": "1000"}, "adds at most 5% to a step"),
+        ({"codec_ns": 50.0}, "the codec takes longer than the shorter transfer saves"),
+        ({"device": "cpu", "link": "40gbit", "step_time": 0.01}, "the codec takes longer"),
         ({"link": "3600gbit", "size": "7G"}, "the gain is below 5%"),
     ],
 )

@@ -7,14 +7,12 @@ import json
 import math
 import os
 import re
-import sys
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 import dynamiq_jax as dq
 from dynamiq_jax import _commands as commands
@@ -39,7 +37,7 @@ from dynamiq_jax._prediction.cost_model import CodecSpeed
 from dynamiq_jax._prediction.device_speeds import DEVICE_KINDS, kind_of
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES
-from tests.support.commands import command, on_two_processes, shown
+from tests.support.commands import command, on_two_processes, run_here, shown
 
 SMALL = "dynamiq:6:widths=(4,8)"  # compiles in a third of the time of the default
 
@@ -240,13 +238,11 @@ def test_the_table_names_break_even_speeds():
     assert "codec ns" in text and "7324" in text  # 30 ms, 1024 coordinates, 4 workers
 
 
-def test_unequal_replicas_are_an_error():
+def test_unequal_replicas_are_an_error(capsys):
     rows = [dataclasses.asdict(result("dynamiq:5", 1.0, 1, replicas_equal=False))]
-    console = Console(width=160)
-    with console.capture() as capture:
-        assert tables.warn_unequal(console, rows) == 1
-    assert "dynamiq:5: workers do not hold the same bits" in capture.get()
-    assert tables.warn_unequal(console, []) == 0
+    assert tables.warn_unequal(tables.console(), rows) == 1
+    assert "dynamiq:5: workers do not hold the same bits" in capsys.readouterr().out
+    assert tables.warn_unequal(tables.console(), []) == 0
 
 
 def test_records_hold_environment_and_no_infinity(tmp_path):
@@ -262,29 +258,20 @@ def test_records_hold_environment_and_no_infinity(tmp_path):
 
 
 def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
-    with pytest.raises(CommandError, match=r"--json is .*no folder"):
-        options.check_outputs(tmp_path / "missing" / "out.json", None)
-    with pytest.raises(CommandError, match=r"--json is .*this is a folder\. Give a file in it"):
-        options.check_outputs(tmp_path, None)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    with pytest.raises(CommandError, match=r"--json is .*this user cannot write it\."):
-        options.check_outputs(tmp_path / "out.json", None)
-    monkeypatch.undo()
-    with pytest.raises(CommandError, match=r"--plot is .*\.png"):
-        options.check_outputs(None, tmp_path / "out.txt")
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "mine")
+    (tmp_path / "mine").mkdir()
+    for json_name, plot_name, says in (
+        ("missing/out.json", None, r"--json is .*no folder"),
+        ("", None, r"--json is .*this is a folder\. Give a file in it"),
+        ("mine/out.json", None, r"--json is .*this user cannot write it\."),
+        (None, "out.txt", r"--plot is .*\.png"),
+    ):
+        names = json_name, plot_name
+        with pytest.raises(CommandError, match=says):
+            options.check_outputs(*(None if name is None else tmp_path / name for name in names))
 
 
 # ------------------------------------------------------------------------- the command
-
-
-def run(monkeypatch, *arguments: str) -> str | int | None:
-    """Runs the command in this process; its exit status, or what it ends with."""
-    monkeypatch.setattr(sys, "argv", ["dynamiq-jax", *arguments])
-    try:
-        commands.main()
-    except SystemExit as ended:
-        return ended.code
-    return 0
 
 
 def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
@@ -306,7 +293,7 @@ def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
     name, *pasted = done.stdout.splitlines()[-1].split()
     assert name == "dynamiq-jax" and pasted[:2] == ["advise", "--device"]
     assert float(pasted[-1]) == pytest.approx(kept["results"][-1]["codec_ns"], rel=0.01)
-    assert run(monkeypatch, *pasted) == 0
+    assert run_here(monkeypatch, *pasted) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,7 +308,7 @@ def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
-    ended = run(monkeypatch, *arguments.split())
+    ended = run_here(monkeypatch, *arguments.split())
     assert re.match(f"dynamiq-jax: .*{says}", ended) and "\n" not in ended, ended
 
 
@@ -346,9 +333,9 @@ def test_one_device_has_nothing_to_exchange(monkeypatch):
 
 
 def test_help_of_all_commands_fits_a_screen_and_that_of_one_says_everything(monkeypatch, capsys):
-    assert run(monkeypatch, "--version") == 0
+    assert run_here(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"dynamiq-jax {dq.__version__}\n"
-    assert run(monkeypatch, "--help") == 0
+    assert run_here(monkeypatch, "--help") == 0
     shown_at_once = capsys.readouterr().out
     assert shown_at_once.count("\n") < 40
     assert "examples:" in shown_at_once and "advise --link 25gbit" in shown_at_once
@@ -356,7 +343,7 @@ def test_help_of_all_commands_fits_a_screen_and_that_of_one_says_everything(monk
     for name, command_ in commands._commands().items():
         first, *others = inspect.getdoc(command_).split("\n\n")
         assert first in text
-        assert run(monkeypatch, name, "--help") == 0
+        assert run_here(monkeypatch, name, "--help") == 0
         of_one = " ".join(capsys.readouterr().out.replace("│", " ").split())
         for paragraph in (first, *others):
             words = " ".join(paragraph.split())
@@ -369,6 +356,6 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else find(name)
     )
-    ended = run(monkeypatch, "bench")
+    ended = run_here(monkeypatch, "bench")
     assert ended.startswith("dynamiq-jax: rich not installed.")
     assert "pip install 'dynamiq-jax[cli]', or in a checkout: pip install '.[cli]'" in ended

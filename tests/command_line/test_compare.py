@@ -1,7 +1,6 @@
 """`dynamiq-jax compare`: what it reads, what it measures, and what it says."""
 
 import json
-import sys
 import zipfile
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import dynamiq_jax as dq
-from dynamiq_jax import _commands as commands
 from dynamiq_jax._commands.compare import DEFAULTS, Compare
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._measurement import gradient_files
@@ -19,6 +17,7 @@ from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._measurement.simulate import Simulation, codec_ns, geometric_mean, relative_errors
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from dynamiq_jax.methods._registry import PRESETS
+from tests.support.commands import run_here
 from tests.support.gradients import of_workers, vnmse
 from tests.support.workers import simulated
 
@@ -150,12 +149,11 @@ def test_defaults_are_possible_on_every_topology_and_show_every_method():
 def test_errors_are_those_of_the_sum():
     gradients = two_leaves()
     found = Simulation(parse_setting(f"{SMALL}:ring"), gradients)(gradients, range(2))
-    truth = {name: leaf.sum(0, np.float64) for name, leaf in gradients.items()}
-    flat = np.concatenate([leaf.reshape(-1) for leaf in truth.values()])
+    size = sum(leaf[0].size for leaf in gradients.values())
     assert 1e-6 < found.vnmse < 1e-2
     assert 1e-6 < found.relative < 1
     assert found.above_half == 0
-    assert found.gain == pytest.approx(1, abs=10 * np.sqrt(found.vnmse / flat.size))
+    assert found.gain == pytest.approx(1, abs=10 * np.sqrt(found.vnmse / size))
     assert found.replicas_equal and found.seconds > 0
 
 
@@ -219,6 +217,10 @@ def test_codec_time_is_that_of_one_core(monkeypatch):
     assert codec_ns(0.04, 10**6, 8) == pytest.approx(10.0)
 
 
+def flat(tree) -> np.ndarray:
+    return np.concatenate([tree[name].reshape(-1) for name in sorted(tree)])
+
+
 def test_vnmse_is_what_it_is_elsewhere():
     gradients = two_leaves()
     setting = parse_setting("blockint:4:ring")
@@ -226,14 +228,9 @@ def test_vnmse_is_what_it_is_elsewhere():
     sums = simulated(lambda key, tree: setting.all_reduce(tree, "data", key))(
         jax.random.key(0), gradients
     )
-    flat = [
-        np.concatenate([leaf.reshape(-1) for leaf in tree])
-        for tree in (
-            [np.asarray(sums[name][0]) for name in sorted(sums)],
-            [gradients[name].sum(0, np.float64) for name in sorted(gradients)],
-        )
-    ]
-    assert found.vnmse == pytest.approx(vnmse(*flat), rel=1e-6)
+    first = {name: np.asarray(leaf[0]) for name, leaf in sums.items()}
+    truth = {name: leaf.sum(0, np.float64) for name, leaf in gradients.items()}
+    assert found.vnmse == pytest.approx(vnmse(flat(first), flat(truth)), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -247,10 +244,7 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         *("--topologies", "ring", "all_to_all", "--link", "1gbit"),
         *("--json", str(tmp_path / "c.json")),
     )
-    monkeypatch.setattr(sys, "argv", ["dynamiq-jax", "compare", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        commands.main()
-    assert ended.value.code == 0
+    assert run_here(monkeypatch, "compare", *arguments) == 0
     text = capsys.readouterr().out
     assert "vNMSE step 20" in text and "blockint:code_bits=5" in text and "at 1 Gbit/s" in text
     record = json.loads((tmp_path / "c.json").read_text())
@@ -272,10 +266,7 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         ({"workers": (65,)}, "2 to 64"),
         ({"topologies": ("star",)}, "'star' is not known"),
         ({"methods": ("nothing",)}, "--methods: 'nothing:ring'"),
-        (
-            {"methods": ("bf16", "bf16:all_to_all")},
-            "gives several topologies: .*Give one",
-        ),
+        ({"methods": ("bf16", "bf16:all_to_all")}, "gives several topologies: .*Give one"),
         ({"methods": ("dynamiq:5:auto",)}, "'auto' is not an option of dynamiq"),
         ({"methods": ("psum",)}, "--methods: 'psum' is not simulated. Give 'exact'"),
         ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
@@ -303,11 +294,6 @@ def test_more_workers_than_the_file_has_are_refused(tmp_path):
 
 def test_a_topology_that_does_not_fit_is_left_out_and_said(tmp_path, capsys):
     np.savez(tmp_path / "g.npz", w=of_workers(0, 3, 5000))
-    options = Compare(
-        gradients=tmp_path / "g.npz",
-        methods=("bf16",),
-        topologies=("ring", "butterfly"),
-        workers=(3,),
-    )
-    assert options.run() == 0
+    options = {"methods": ("bf16",), "topologies": ("ring", "butterfly"), "workers": (3,)}
+    assert Compare(gradients=tmp_path / "g.npz", **options).run() == 0
     assert "1 left out" in capsys.readouterr().out

@@ -4,15 +4,13 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
 
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.program import Stopped, ending_with_reader, stopping_cleanly
-from tests.support.commands import ROOT
+from tests.support.commands import command
 
 CELLS = (("dynamiq:5:ring", "356 us", "8.1e-16", "2.91 Gbit/s"), ("psum", "1.2 ms", "", "same"))
 
@@ -62,15 +60,7 @@ def without_a_reader(*arguments):
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "dynamiq_jax", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        ended = command(*arguments, stdout=writer)
     finally:
         os.close(writer)
     return ended.returncode, ended.stderr

@@ -9,22 +9,38 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from rich.console import Console
+
+from dynamiq_jax._commands import main
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `dynamiq-jax` with arguments, from a folder that is not the checkout."""
     return subprocess.run(
         [sys.executable, "-m", "dynamiq_jax", *arguments],
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
+    """Run `dynamiq-jax` in this process; return its exit status, or what it ends with."""
+    monkeypatch.setattr(sys, "argv", ["dynamiq-jax", *arguments])
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
 
 
 def on_two_processes(path: pathlib.Path, *arguments: str) -> tuple[str, str, dict[str, Any]]:
