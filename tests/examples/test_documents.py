@@ -8,10 +8,8 @@ from examples.tools.document_files import write_documents
 
 
 def test_a_file_of_documents_appears_when_it_is_complete(tmp_path):
-    path, documents = (
-        tmp_path / "new" / "chats.jsonl",
-        ["a text", [{"role": "user", "content": "é"}]],
-    )
+    path = tmp_path / "new" / "chats.jsonl"
+    documents = ["a text", [{"role": "user", "content": "é"}]]
     write_documents(path, [])
     path.write_text("earlier")
 

@@ -12,12 +12,8 @@ GIB = 2**30
 
 
 def test_donated_arguments_of_a_step_count_once():
-    sizes = SimpleNamespace(
-        argument_size_in_bytes=3,
-        temp_size_in_bytes=2,
-        output_size_in_bytes=4,
-        alias_size_in_bytes=3,
-    )
+    sizes = {"argument": 3, "temp": 2, "output": 4, "alias": 3}
+    sizes = SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in sizes.items()})
     assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: sizes), 1) == 6
     assert budget.bytes_of_step(SimpleNamespace(memory_analysis=lambda: None), 1) == 1
 

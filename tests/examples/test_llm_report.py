@@ -52,14 +52,14 @@ def test_the_table_has_the_numbers_of_each_run():
 @pytest.mark.parametrize(("device", "links"), (("cpu", (0.1, 1, 10)), ("gpu", (10, 100, 400))))
 @pytest.mark.parametrize("topology", ["ring", "all_to_all"])
 def test_predictions_are_those_of_advise(device, links, topology):
-    size, workers, computing = 1_000_000, 8, 0.25
+    asked = {"size": 1_000_000, "workers": 8, "computing": 0.25, "device": device}
     ours = Recipe(method="dynamiq:5", topology=topology, steps=3, learning_rate=1e-2)
     for link in links:
         question = Question(
             network=Network(gbit_per_s=link),
-            size=size,
-            workers=workers,
-            step_seconds=computing,
+            size=1_000_000,
+            workers=8,
+            step_seconds=0.25,
             overlap=0.0,
             gradient="f32",
             device=device,
@@ -70,9 +70,7 @@ def test_predictions_are_those_of_advise(device, links, topology):
         expected = {"exact": plain.step}
         expected["dynamiq"] = next(o.step for o in compressed if o.topology == topology)
         for name, recipe in (("exact", EXACT), ("dynamiq", ours)):
-            seconds = predicted_seconds(
-                recipe, size=size, workers=workers, computing=computing, device=device
-            )
+            seconds = predicted_seconds(recipe, **asked)
             assert len(seconds) == 3
             at = f"{link:g} Gbit/s" if link >= 1 else f"{1000 * link:g} Mbit/s"
             assert seconds[at] == pytest.approx(expected[name], rel=1e-9)

@@ -70,6 +70,14 @@ def output(command, tmp_path_factory):
     return folder
 
 
+def assert_same_results(one, other, step) -> None:
+    """Losses, weights and states of all devices are the same bit for bit."""
+    assert losses(one) == losses(other)
+    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (one, other))
+    assert ours == theirs
+    jax.tree.map(np.testing.assert_array_equal, *(last_state(o, step) for o in (one, other)))
+
+
 # -------------------------------------------------------------------------------------- one command
 
 
@@ -79,9 +87,8 @@ def test_the_command_learns_and_writes_a_checkpoint_that_it_can_read(files, outp
     assert [r["step"] for r in records if "evaluation_loss" in r] == [0, 4, 8]
     assert records[-1]["evaluation_loss"] < 0.8 * records[0]["evaluation_loss"]
     assert records[-1]["error"] > 0.001 and records[-1]["bytes"] > 0
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (files / "start", output / "model")
-    )
+    folders = files / "start", output / "model"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     assert all(np.any(before[name] != after[name]) for name in before)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -97,14 +104,9 @@ def test_a_run_resumes_bit_identically_from_its_last_checkpoint(command, output,
     lines = (output / "metrics.jsonl").read_text().splitlines()
     (interrupted / "metrics.jsonl").write_text("\n".join([*lines[:8], '{"st']))
     command(interrupted)
-    assert losses(interrupted) == losses(output)
     # Steps before the checkpoint are not taken again: even their times are the same.
     assert (interrupted / "metrics.jsonl").read_text().splitlines()[:7] == lines[:7]
-    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (interrupted, output))
-    assert ours == theirs
-    jax.tree.map(
-        np.testing.assert_array_equal, *(last_state(o, STEPS) for o in (interrupted, output))
-    )
+    assert_same_results(interrupted, output, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +225,21 @@ def test_wrong_names_are_refused_in_one_line(command, change, words, tmp_path):
 # --------------------------------------------------------------------------- processes of their own
 
 
+def started(*words, **environment: str) -> subprocess.Popen:
+    """Start the command."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "examples.finetune_llm", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def begin(files, output, *more) -> subprocess.Popen:
     """Start a run of two workers."""
     environment = {
-        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(files / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -243,15 +256,8 @@ def begin(files, output, *more) -> subprocess.Popen:
         "learning-rate": 1e-2,
         "save-every": 1,
     }
-    words = [word for k, v in options.items() for word in (f"--{k}", str(v))] if files else []
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "examples.finetune_llm", *words, *map(str, more)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    return started(*words, *more, **environment)
 
 
 def end(process: subprocess.Popen, timeout: float = processes.TIMEOUT) -> str:
@@ -301,24 +307,14 @@ def test_killed_and_started_again_a_run_ends_with_the_bits_of_two_processes(
     end(begin(files, killed, "--method", method))
     # Steps before the checkpoint are not taken again: even their times are the same.
     assert (killed / "metrics.jsonl").read_text().splitlines()[: saved + 1] == before
-    assert losses(killed) == losses(together)
-    ours, theirs = ((o / "model/model.safetensors").read_bytes() for o in (killed, together))
-    assert ours == theirs
-    jax.tree.map(np.testing.assert_array_equal, *(last_state(o, 6) for o in (killed, together)))
+    assert_same_results(killed, together, 6)
 
 
 @slow
 def test_without_a_checkpoint_it_makes_one_and_compares(tmp_path):
     short = ("--steps", 1, "--workers", 2, "--context", 32, "--output-dir", tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "examples.finetune_llm", *map(str, short)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
     # Two runs are compiled and evaluated, which takes two minutes on a free machine.
-    text = end(process, 4 * processes.TIMEOUT)
+    text = end(started(*short), 4 * processes.TIMEOUT)
     for name in ("before", "exact | dynamiq:5:ring |", "bytes sent a step"):
         assert name in text
     assert "compression only takes time" in " ".join(text.split())
