@@ -116,9 +116,8 @@ def test_tables_compare_errors_of_the_same_tensor_and_bits(tmp_path, monkeypatch
     )
     assert allocation.main(config) == 0
     written = json.loads(config.output.read_text())["results"]
-    (fitted,), (blockint,), (mxfp4,) = (
-        written[f"against_{name}"] for name in ("fitted", "blockint", "mxfp4")
-    )
+    against = (written[f"against_{name}"] for name in ("fitted", "blockint", "mxfp4"))
+    (fitted,), (blockint,), (mxfp4,) = against
     assert fitted["vnmse"]["dynamiq"] == mxfp4["vnmse"]["dynamiq"]
     assert fitted["ratios"] == {"to fitted": fitted["vnmse"]["dynamiq"] / 0.5}
     errors, ratios = blockint["vnmse"], blockint["ratios"]

@@ -33,11 +33,7 @@ class Command:
         options = ["--size", "64Ki", "--timeout", PATIENCE, *arguments]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.emulation", *options],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-            },
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -89,11 +89,8 @@ def test_columns_take_keys_paths_and_functions():
         Column("large", lambda row: row["of"]["x"] if row["of"]["x"] > 2 else None, "{:g}"),
     )
     made = table("title", columns, rows)
-    assert [list(column.cells) for column in made.columns] == [
-        ["a", "b"],
-        ["1.00 s", "2.50 s"],
-        ["", "2.5"],
-    ]
+    cells = [list(column.cells) for column in made.columns]
+    assert cells == [["a", "b"], ["1.00 s", "2.50 s"], ["", "2.5"]]
     assert [column.justify for column in made.columns] == ["left", "right", "right"]
     with pytest.raises(KeyError, match="other"):
         table("title", [Column("x", ("of", "other"))], rows)

@@ -30,11 +30,16 @@ from tests.support import llm_files
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A folder with a tiny checkpoint; its chats stand for those of the standard library."""
+    """A folder with a tiny checkpoint; its chats stand for those of the standard library.
+
+    Results are written to the folder that holds it.
+    """
     llm_files.write(tmp_path)
     lines = (tmp_path / "chats.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     monkeypatch.setattr(texts, "conversations", lambda: chats)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
+    monkeypatch.setattr(errors, "make_devices", lambda workers: None)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield tmp_path / "start"
 
@@ -55,15 +60,8 @@ def test_gradients_of_workers_average_to_that_of_all_rows(model):
 
 @pytest.mark.slow
 def test_errors_are_measured_once(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    monkeypatch.setattr(errors, "make_devices", lambda workers: None)
-    config = errors.Config(
-        model=model,
-        texts=("chats",),
-        methods=("exact", "dynamiq:5", "mxfp4", "mlp 5.5, rest 4.3"),
-        workers=(2,),
-        context=32,
-    )
+    methods = ("exact", "dynamiq:5", "mxfp4", "mlp 5.5, rest 4.3")
+    config = errors.Config(model=model, texts=("chats",), methods=methods, workers=(2,), context=32)
     errors.main(config)
     path = tmp_path / "real_lm_errors.json"
     rows = {row["method"]: row for row in json.loads(path.read_text())["results"]}
@@ -84,17 +82,12 @@ def test_errors_are_measured_once(model, tmp_path, monkeypatch):
 
 def test_errors_of_other_rows_or_weights_are_measured_again(model, tmp_path, monkeypatch):
     """Rows of files with one model, which name none, are those of that model."""
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
-    monkeypatch.setattr(errors, "make_devices", lambda workers: None)
     measured = []
     monkeypatch.setattr(errors, "gradients", lambda config, text, workers: (None, None))
     result = {"vnmse": 0.1, "bits": 5.0, "of_kind": dict.fromkeys(gradients.KINDS, 0.1)}
-    monkeypatch.setattr(
-        errors, "measured", lambda s, m, row, setting: measured.append(row) or result
-    )
-    first = errors.Config(
-        model=model, texts=("chats",), methods=("bf16",), workers=(2,), context=32
-    )
+    monkeypatch.setattr(errors, "measured", lambda *given: measured.append(given) or result)
+    options = {"texts": ("chats",), "methods": ("bf16",), "workers": (2,), "context": 32}
+    first = errors.Config(model=model, **options)
     errors.main(first)
     path = tmp_path / "real_lm_errors.json"
     saved = json.loads(path.read_text())
@@ -131,7 +124,6 @@ def test_a_model_is_named_by_the_run_that_trained_it(model):
 
 @pytest.mark.slow
 def test_estimated_errors_are_close_to_those_of_real_gradients(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
     monkeypatch.setattr(tensors, "worker_gradients", shorter_rows)
     config = estimates.Config(
         model=model, bits=(4,), workers=(2,), keys=4, size=8 * ROW, folder=tmp_path / "tensors"
@@ -146,7 +138,6 @@ def test_estimated_errors_are_close_to_those_of_real_gradients(model, tmp_path, 
 
 @pytest.mark.slow
 def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
     config = training.Config(
         model=model,
         folder=tmp_path / "runs",
@@ -165,7 +156,6 @@ def test_each_run_is_trained_once_in_a_process_of_its_own(model, tmp_path, monke
     assert exact["bytes"] > policy["bytes"] > ours["bytes"]
     assert (tmp_path / "runs/muon-embedding-4-rest-5.3-0/metrics.jsonl").exists()
     assert exact["error"] < 1e-12 < 1e-3 < ours["error"] < 0.2
-    assert ours["bytes"] < exact["bytes"]
     assert losses.final(exact) < exact["held_out"]["0"]
     assert 0 < abs(losses.final(ours) / losses.final(exact) - 1) < 0.05
     assert ours["rare"] > 0 and ours["rare"] != exact["rare"]
@@ -197,17 +187,10 @@ SETTINGS = {  # of the options, as result files have them since the first one
     "learning_rate": 5e-05,
     "optimizer": "adamw",
 }
-RUN = {
-    "method": "exact",
-    "seed": 0,
-    "held_out": {"0": 3.0, "150": 2.5},
-    "error": 0.0,
-    "bytes": 8e8,
-}
+RUN = {"method": "exact", "seed": 0, "held_out": {"0": 3.0, "150": 2.5}, "error": 0.0, "bytes": 8e8}
 
 
-def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "RESULTS", tmp_path)
+def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, capsys):
     path, data = tmp_path / "real_lm_training.json", tmp_path / "runs" / "chats-640.jsonl"
     data.parent.mkdir()
     data.write_text("chats of this Python")
@@ -232,14 +215,13 @@ def test_runs_of_other_settings_are_not_overwritten(model, tmp_path, monkeypatch
     assert training.earlier_rows(shorter.result, shorter.settings) == []
 
 
-def test_gradients_of_a_checkpoint_are_written(model, tmp_path):
+def test_gradients_of_a_checkpoint_are_written(model, tmp_path, monkeypatch):
     path = tmp_path / "g.npz"
     options = dump_gradients.Config(
         model="smollm2", checkpoint=model, workers=2, kinds=("mlp",), layers=(0,), output=path
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dump_gradients, "worker_gradients", shorter_rows)
-        dump_gradients.main(options)
+    monkeypatch.setattr(dump_gradients, "worker_gradients", shorter_rows)
+    dump_gradients.main(options)
     (label, found), *none = gradient_files.load(path).items()
     assert (label, none) == ("", [])
     names = {f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
