@@ -68,11 +68,10 @@ def test_slices_of_tpus_have_the_share_of_a_chip_and_a_batch_that_hides_it(devic
     plain, *compressed = options
     assert all(option.all_reduce.total < plain.all_reduce.total for option in compressed)
     # Eight slices send 7/4 times as much.
-    assert f"about {1.75 * tokens:,.0f} tokens" in answer(device=device, link=None)[0]
-    assert (
-        f"about {3.5 * tokens:,.0f} tokens" in answer(device=device, link=None, gradient="f32")[0]
-    )
-    assert "Do not compress" in answer(device=device, link=None, overlap=1.0, step_time=3.0)[0]
+    eight = {"device": device, "link": None}
+    assert f"about {1.75 * tokens:,.0f} tokens" in answer(**eight)[0]
+    assert f"about {3.5 * tokens:,.0f} tokens" in answer(**eight, gradient="f32")[0]
+    assert "Do not compress" in answer(**eight, overlap=1.0, step_time=3.0)[0]
     assert "tokens" not in answer()[0]
 
 

@@ -252,9 +252,8 @@ def test_records_hold_environment_and_no_infinity(tmp_path):
     kept = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert kept["results"] == [{"break_even": {"psum": None}, "off": [None, 1.0]}]
     assert kept["config"] == {"repeats": 1}
-    assert {"date", "jax", "jaxlib", "python", "cpu", "cores", "device", "dynamiq_jax"} <= set(
-        kept["environment"]
-    )
+    known = {"date", "jax", "jaxlib", "python", "cpu", "cores", "device", "dynamiq_jax"}
+    assert known <= kept["environment"].keys()
 
 
 def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
@@ -352,10 +351,7 @@ def test_help_of_all_commands_fits_a_screen_and_that_of_one_says_everything(monk
 
 
 def test_missing_packages_are_named(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "rich" or None)
     ended = run_here(monkeypatch, "bench")
     assert ended.startswith("dynamiq-jax: rich not installed.")
     assert "pip install 'dynamiq-jax[cli]', or in a checkout: pip install '.[cli]'" in ended

@@ -15,6 +15,9 @@ from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 SLOW = Network(gbit_per_s=0.2, latency_us=100.0)
 FAST = Network(gbit_per_s=3200.0, latency_us=5.0)
 FREE = CodecSpeed(ns_per_coordinate=0.0)
+# A million bytes a second, and a second for each step.
+ROUND = Network(gbit_per_s=8e-3, latency_us=1e6, efficiency=1.0, oversubscription=3.0)
+CODEC = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
 SIZE = 8 << 20
 
 
@@ -52,30 +55,26 @@ def test_a_transfer_takes_its_bytes_over_the_rate_and_a_latency_for_each_step():
     ids=("ring", "butterfly", "all_to_all"),
 )
 def test_the_time_of_an_all_reduce(topology, seconds, codec_seconds):
-    network = Network(gbit_per_s=8e-3, latency_us=1e6, efficiency=1.0, oversubscription=3.0)
-    codec = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
     with_statistics = WireCost(payload_bytes=1000, statistics_bytes=100)
-    found = predict(500, 8, topology, with_statistics, network, codec)
+    found = predict(500, 8, topology, with_statistics, ROUND, CODEC)
     assert found.wire == pytest.approx(seconds, rel=1e-12)
     assert found.codec == pytest.approx(codec_seconds, rel=1e-12)
     assert found.total == found.wire + found.codec
     # Without statistics, neither their bytes nor their steps.
-    without = predict(500, 8, topology, WireCost(payload_bytes=1000), network, codec)
+    without = predict(500, 8, topology, WireCost(payload_bytes=1000), ROUND, CODEC)
     assert without.wire == pytest.approx(seconds - 4 - 1e-4, rel=1e-12)
     assert without.codec == found.codec
 
 
 def test_the_time_of_an_exact_sum():
-    network = Network(gbit_per_s=8e-3, latency_us=1e6, efficiency=1.0, oversubscription=3.0)
-    codec = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
-    found = predict_exact(4000, 8, network=network, codec=codec)
+    found = predict_exact(4000, 8, network=ROUND, codec=CODEC)
     # 7/8 of 16000 bytes each way, in 3 steps each.
     assert found.wire == pytest.approx(6 + 0.028, rel=1e-12)
     assert found.codec == pytest.approx(6 + 4, rel=1e-12)
-    half = predict_exact(4000, 8, network=network, codec=codec, item_bytes=2)
+    half = predict_exact(4000, 8, network=ROUND, codec=CODEC, item_bytes=2)
     assert half.wire == pytest.approx(6 + 0.014, rel=1e-12)
     # Of workers that are no power of two, the next one up.
-    assert predict_exact(0, 5, network=network, codec=FREE).wire == pytest.approx(6.0)
+    assert predict_exact(0, 5, network=ROUND, codec=FREE).wire == pytest.approx(6.0)
 
 
 def test_the_bytes_are_those_of_the_report():
@@ -162,9 +161,8 @@ def test_the_error_law_by_hand(topology, n, agreement, growth):
 
 def test_errors_grow_with_the_length_of_the_path():
     for agreement in (0.0, 0.5, 1.0):
-        growth = [
-            t.error_growth(64, agreement=agreement) for t in (Ring(), Butterfly(), AllToAll())
-        ]
-        assert growth[0] > 5 * growth[1] > 5 * growth[2] > 5
+        topologies = Ring(), Butterfly(), AllToAll()
+        ring, butterfly, straight = (t.error_growth(64, agreement=agreement) for t in topologies)
+        assert ring > 5 * butterfly > 5 * straight > 5
     with pytest.raises(ValueError, match="agreement=2"):
         Ring().error_growth(8, agreement=2)

@@ -61,9 +61,8 @@ def test_a_decision_that_cannot_be_read_is_shown(run, capsys):
 def test_a_run_with_a_secret_is_read_with_it_alone(tmp_path):
     islands, states = joined(SharedFolder(tmp_path), "a", method="bf16", secret=b"of all")
     exchanged(islands, states, [1])
-    (with_secret, _), (without, _) = (
-        history(SharedFolder(tmp_path), secret) for secret in (b"of all", None)
-    )
+    folder = SharedFolder(tmp_path)
+    (with_secret, _), (without, _) = (history(folder, secret) for secret in (b"of all", None))
     assert with_secret.decision is not None and not with_secret.problem
     assert without.decision is None and "it has a signature" in without.problem
 
