@@ -106,12 +106,11 @@ class Compare:
         return tables.warn_unequal(console, rows)
 
     def _check(self) -> None:
-        for method in self.methods:
-            if method == PSUM:
-                raise CommandError(
-                    f"--methods: {method!r} is not simulated. Give 'exact', sums without "
-                    "compression on the same topologies."
-                )
+        if PSUM in self.methods:
+            raise CommandError(
+                f"--methods: {PSUM!r} is not simulated. Give 'exact', sums without compression on "
+                "the same topologies."
+            )
         for topology in self.topologies:
             if topology not in TOPOLOGIES:
                 raise CommandError(

@@ -19,13 +19,7 @@ from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, LocalRows, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 
 # Operations of a step of a ring, in the order in which a bucket meets them.
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "statistics": operations.statistics,
-    "compress": operations.compress,
-    "hop": operations.hop,
-    "decompress": operations.decompress,
-}
-STEPS = tuple(_OPERATIONS)
+STEPS = ("statistics", "compress", "hop", "decompress")
 _KEPT_BYTES = 24 * 2**30  # outputs and temporaries of calls that may be alive at once
 _DRAWN = 2**20  # coordinates of a gradient that are drawn, and repeated up to its size
 
@@ -126,7 +120,7 @@ def measure_kernels(
 def operation_of(operation: str, backend: str, layout: Layout) -> Callable[..., Any]:
     """Return an operation by a named backend, of arrays alone."""
     chosen: dict[str, Any] = {} if operation == "statistics" else {"layout": layout}
-    return functools.partial(_OPERATIONS[operation], implementation=backend, **chosen)
+    return functools.partial(getattr(operations, operation), implementation=backend, **chosen)
 
 
 def least_bytes(operation: str, layout: Layout, dtype: str) -> float:

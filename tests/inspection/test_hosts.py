@@ -26,7 +26,7 @@ from dynamiq_jax._prediction.cost_model import bytes_of_host
 from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.methods._registry import resolve_method
 from dynamiq_jax.topologies import resolve_topology
-from tests.inspection.test_inspect import mapped, mesh_of
+from tests.inspection.test_inspect import mapped, mesh_of, program
 
 SIZE = 3 * 2**14
 EVERYTHING = dq.Compression(exact_below=0)
@@ -152,14 +152,6 @@ def test_each_host_sends_the_messages_that_leave_it(drawn):
     assert Devices({}, hosts[:-1]).sent_by_hosts(groups, "ring") is None
 
 
-def program(lines: str, size: int, count: int) -> str:
-    """The text of a program on some devices, with lines on `%q` of some bytes."""
-    return (
-        f"HloModule step, num_partitions={count}\n\nENTRY %main (q: u8[{size}]) -> u8[{size}] {{\n"
-        f"  %q = u8[{size}]{{0}} parameter(0)\n{lines}\n}}\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("opcode", "sent"),
     (
@@ -184,7 +176,7 @@ def program(lines: str, size: int, count: int) -> str:
 )
 def test_every_kind_of_collective_has_its_way(opcode, sent, groups, local_groups):
     (found,) = inspect_text(
-        program(f"  ROOT %r = u8[1600]{{0}} {opcode}(%q), replica_groups={groups}", 1600, 16),
+        program([f"u8[1600]{{0}} {opcode}(%q), replica_groups={groups}"], count=16),
         meshes=[{"hosts": 2, "local": 8}],
         devices_per_host=8,
     ).rows
@@ -195,11 +187,8 @@ def test_every_kind_of_collective_has_its_way(opcode, sent, groups, local_groups
 def test_the_host_that_sends_most_counts_over_all_messages_of_a_row():
     """Host 0 sends 1,000 bytes in one message, and host 1 in each of two others."""
     pairs = ("{{0,2}}", "{{2,0}}", "{{3,1},{0,1}}")
-    lines = [
-        f"  %r{i} = u8[1000]{{0}} collective-permute(%q), source_target_pairs={each}"
-        for i, each in enumerate(pairs)
-    ]
-    text = program("\n".join(lines), 1000, 4)
+    sent = "u8[1000]{0} collective-permute(%q), source_target_pairs="
+    text = program([sent + each for each in pairs])
     found = inspect_text(text, meshes=[{"data": 4}], devices_per_host=2)
     assert [(row.bytes, row.bytes_of_host) for row in found.rows] == [(3000, 2000)]
     assert "2 kB to others" in str(found)

@@ -411,72 +411,46 @@ def test_a_program_without_a_known_mesh_has_groups():
     assert kinds(nothing_compressed) == ["not compressed", "not compressed"]
 
 
-HEAD = """\
-HloModule jit_step, num_partitions=4
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-"""
-EXACT_SUMS = f"""{HEAD}
-ENTRY %main (p: f32[4096]) -> f32[4096] {{
-  %p = f32[4096]{{0}} parameter(0)
-  SUMS
-  ROOT %last = f32[4096]{{0}} copy(%p)
-}}
-"""
+def program(lines: list[str], count: int = 4) -> str:
+    """The text of a program on some devices: `%q`, and the results `%r0`, `%r1` ... of lines."""
+    results = [f"  %r{number} = {line}" for number, line in enumerate(lines)]
+    head = ["HloModule step, num_partitions=" + str(count), "", "ENTRY %main (q: u8[8]) -> u8[8] {"]
+    return "\n".join([*head, "  %q = u8[8]{0} parameter(0)", *results, "}"]) + "\n"
 
 
 def test_the_largest_sums_of_a_program_without_compression_are_named():
     sizes = 5_000_000, 2_000_000, 4_000_000, 1_000_000, 3_000_000
-    sums = "\n".join(
-        f"  %v{size} = f32[{size}]{{0}} broadcast(%p), dimensions={{}}\n"
-        f"  %s{size} = f32[{size}]{{0}} all-reduce(%v{size}), replica_groups={{}}, to_apply=%add"
-        for size in sizes
-    )
-    text = EXACT_SUMS.replace("  SUMS", sums)
+    text = program([f"f32[{size}]{{0}} all-reduce(%q), replica_groups={{}}" for size in sizes])
     named = [finding.text for finding in inspect_text(text).findings]
     assert [re.search(r"of (\d+) MB", text).group(1) for text in named] == ["30", "24", "18"]
 
 
-SCATTERED = (
-    HEAD
-    + """
-ENTRY %main (p: f32[400], q: f32[400]) -> f32[100] {
-  %p = f32[400]{0} parameter(0)
-  %q = f32[400]{0} parameter(1)
-  %both = (f32[100]{0}, f32[100]{0}) reduce-scatter(%p, %q), to_apply=%add
-  %first = f32[100]{0} get-tuple-element(%both), index=0, metadata={op_name="one"}
-  ROOT %second = f32[100]{0} get-tuple-element(%both), index=1, metadata={op_name="dynamiq_jax.two"}
-}
-"""
-)
+def scattered(one: int, two: int) -> str:
+    """The text of a program that scatters two sums of some elements, the second one compressed."""
+    types, names = (f"f32[{one}]{{0}}", f"f32[{two}]{{0}}"), ("one", "dynamiq_jax.two")
+    parts = [
+        f'{types[i]} get-tuple-element(%r0), index={i}, metadata={{op_name="{names[i]}"}}'
+        for i in range(2)
+    ]
+    return program([f"({', '.join(types)}) reduce-scatter(%q, %q)", *parts])
 
 
 def test_what_the_compiler_combines_is_one_message():
     """The first part counts as run, and the others travel with it."""
-    one, two = collectives_of(SCATTERED, Devices.of({"data": 4}))
+    one, two = collectives_of(scattered(100, 100), Devices.of({"data": 4}))
     assert one.bytes == two.bytes == 3 * 400  # all of it but the part of the device
     assert one.sizes == two.sizes == (400,)
     assert (one.labels, two.labels) == ((), ("two",))
     assert (one.times, two.times) == (1, 0)
-    rows = {row.what: row.messages for row in inspect_text(SCATTERED).rows}
-    assert rows == {"reduce-scatter": 1, "compressed, two": 0}
-    assert "joined" in str(inspect_text(SCATTERED))
+    found = inspect_text(scattered(100, 100))
+    messages = {row.what: row.messages for row in found.rows}
+    assert messages == {"reduce-scatter": 1, "compressed, two": 0}
+    assert "joined" in str(found)
 
 
 @pytest.mark.parametrize(("percent", "expected"), ((4, []), (6, ["not compressed"])))
 def test_an_exact_sum_matters_from_a_twentieth_of_the_bytes_on(percent, expected):
-    text = SCATTERED.replace("400", "400000").replace("100]", "100000]")
-    text = text.replace("f32[100000]{0} get-tuple-element(%both), index=0", "FIRST", 1)
-    size = 100000 * percent // 100
-    text = text.replace(
-        "(f32[100000]{0}, f32[100000]{0}) reduce", f"(f32[{size}]{{0}}, f32[100000]{{0}}) reduce"
-    )
-    text = text.replace("FIRST", f"f32[{size}]{{0}} get-tuple-element(%both), index=0")
-    assert kinds(inspect_text(text)) == expected
+    assert kinds(inspect_text(scattered(1000 * percent, 100_000))) == expected
 
 
 @given(st.lists(st.lists(st.integers(0, 12), min_size=2, max_size=2), min_size=1, max_size=20))
