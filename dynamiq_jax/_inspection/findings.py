@@ -9,7 +9,7 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
-from dynamiq_jax._inspection.flow import Flow, SentLeaf
+from dynamiq_jax._inspection.flow import NO_FLOW, Flow, SentLeaf
 from dynamiq_jax._plan.recording import TracedCollective
 from dynamiq_jax._rewriting.report import CompressReport
 
@@ -34,7 +34,7 @@ class Evidence:
     records: tuple[TracedCollective, ...] = ()  # of collectives of this library
     steps: tuple[CompressReport, ...] = ()  # sums of steps that `dq.compress` made
     arguments: tuple[Argument, ...] = ()
-    flow: Flow | None = None  # of the sums of the records; None if not known
+    flow: Flow = NO_FLOW  # of the sums of the records
     workers: tuple[str, ...] = ()  # axes of workers, as a user says; empty if not said
 
 
@@ -219,8 +219,6 @@ def _fast_link(known: Evidence) -> Iterator[Finding]:
 
 def _thrown_away(known: Evidence) -> Iterator[Finding]:
     """Yield findings of sums that are zeros, and of sums that nothing uses."""
-    if known.flow is None:
-        return
     sent = {origin: _bytes_of(one, known) for origin, one in known.flow.sent.items()}
     zeros = [origin for origin, one in known.flow.sent.items() if one.is_zero]
     unused = [origin for origin in known.flow.unused if origin not in zeros]
@@ -242,8 +240,6 @@ def _thrown_away(known: Evidence) -> Iterator[Finding]:
 
 def _sent_repeatedly(known: Evidence) -> Iterator[Finding]:
     """Yield a finding for each number of times that leaves are sent to be added up only."""
-    if known.flow is None:
-        return
     by_count: dict[int, list[list[SentLeaf]]] = {}
     for group in known.flow.together:
         members = [known.flow.sent[origin] for origin in sorted(group)]

@@ -49,6 +49,9 @@ class Flow(NamedTuple):
     together: Sequence[frozenset[Origin]]  # groups that are only added up with each other
 
 
+NO_FLOW = Flow({}, frozenset(), ())  # that is known
+
+
 class _Value(NamedTuple):
     origins: frozenset[Origin] = frozenset()
     is_linear: bool = True  # in all origins together

@@ -16,7 +16,7 @@ from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import collectives_of
 from dynamiq_jax._inspection.devices import Devices
 from dynamiq_jax._inspection.findings import Argument, Evidence, Finding, findings
-from dynamiq_jax._inspection.flow import flow_of
+from dynamiq_jax._inspection.flow import NO_FLOW, flow_of
 from dynamiq_jax._inspection.inspection import Inspection, rows_of
 from dynamiq_jax._plan.recording import recording
 from pallas_kernels._jax import compat
@@ -62,7 +62,7 @@ def inspect(
     if devices_per_host is not None:
         check_integer("devices_per_host", devices_per_host, 1)
     jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
-    flow = None
+    flow = NO_FLOW
     with recording() as records:
         try:
             if not hasattr(jitted, "trace"):

@@ -40,7 +40,13 @@ class Command:
         )
 
     def workers(self) -> list[int]:
-        return workers_of(self.process.pid)
+        """Processes on its hosts."""
+        found = []
+        for name in namespaces_of(self.process.pid):
+            shown = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            found += map(int, shown.stdout.split())
+        # Not the tools that look at a host's interface.
+        return [process for process in found if "measuring_host" in command_line(process)]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT
@@ -59,16 +65,6 @@ def namespaces_of(process: int) -> list[str]:
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = [line.split()[0] for line in shown.stdout.splitlines()]
     return [name for name in names if f"-{process}-" in name]
-
-
-def workers_of(process: int) -> list[int]:
-    """Processes on its hosts."""
-    found = []
-    for name in namespaces_of(process):
-        shown = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-        found += map(int, shown.stdout.split())
-    # Not the tools that look at a host's interface.
-    return [process for process in found if "measuring_host" in command_line(process)]
 
 
 def command_line(process: int) -> str:

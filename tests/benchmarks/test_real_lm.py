@@ -1,14 +1,12 @@
 """Measurements on a real language model, run on a tiny one."""
 
 import dataclasses
-import io
 import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.error import dump_gradients, tensors
 from benchmarks.error.tensors import ROW, Recipe, names_of
@@ -26,6 +24,7 @@ from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
 from examples.tools import digests
 from tests.support import llm_files
+from tests.support.commands import shown
 
 
 @pytest.fixture
@@ -273,28 +272,21 @@ def test_tables_have_methods_of_later_steps_and_no_policies(monkeypatch):
 
 
 def test_time_to_accuracy_counts_steps_and_what_never_gets_there():
-    runs = {
-        "dynamiq:5": [3.0, 2.02, 1.01],
-        "exact": [3.0, 2.0, 1.0],
-        "bf16": [3.0, 2.0, 1.0],
-        "mxfp4": [3.0, 2.5, 2.0],
+    runs = {  # losses after 0, 10 and 20 steps, and seconds of a step
+        "dynamiq:5": ((3.0, 2.02, 1.01), 1.0),
+        "exact": ((3.0, 2.0, 1.0), 3.0),
+        "bf16": ((3.0, 2.0, 1.0), 2.0),
+        "mxfp4": ((3.0, 2.5, 2.0), 1.0),
     }
-    rows = {
-        name: time_to_accuracy.result(
-            {"method": name, "held_out": dict(zip(("0", "10", "20"), values, strict=True))},
-            rate=1e9,
-            step=step,
-            target=1.02,
-        )
-        for (name, values), step in zip(runs.items(), (1.0, 3.0, 2.0, 1.0), strict=True)
-    }
+    rows = {}
+    for name, (held_out, step) in runs.items():
+        run = {"method": name, "held_out": dict(zip(("0", "10", "20"), held_out, strict=True))}
+        rows[name] = time_to_accuracy.result(run, rate=1e9, step=step, target=1.02)
     assert rows["exact"]["steps_to_target"] == pytest.approx(19.8)
     assert rows["exact"]["seconds_to_target"] == pytest.approx(59.4)
     assert rows["dynamiq:5"]["seconds_to_target"] == pytest.approx(10 + 10 * 1.0 / 1.01)
     assert rows["mxfp4"]["seconds_to_target"] is None
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(time_to_accuracy.as_table({"target": 1.02, "rows": list(rows.values())}))
-    text = console.export_text()
+    text = shown(time_to_accuracy.as_table({"target": 1.02, "rows": list(rows.values())}))
     ours = 10 + 10 / 1.01
     assert f"{59.4 / ours:.2f}x" in text and f"{39.6 / ours:.2f}x" in text
     assert text.count("not reached") == 1

@@ -31,6 +31,7 @@ from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax._measurement import all_reduce
 from dynamiq_jax._measurement.all_reduce import Measurement, measure
 from dynamiq_jax._measurement.devices import make_mesh
+from dynamiq_jax._measurement.gradients import worker_gradient
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
 from dynamiq_jax._prediction.cost_model import CodecSpeed
@@ -147,6 +148,13 @@ def test_gradients_are_those_that_the_exact_sum_is_of(data_mesh):
     total = np.asarray(gradients, np.float64).sum(axis=0)
     np.testing.assert_allclose(total, all_reduce.exact_sum(4, 1000, seed=3), rtol=0, atol=1e-12)
     assert not np.array_equal(gradients[0], gradients[1])
+
+
+def test_magnitudes_of_rows_spread_by_two_and_a_half_octaves():
+    """As the pages say of made-up gradients."""
+    drawn = worker_gradient(0, 2**19, seed=0)
+    sizes = np.log2(np.linalg.norm(drawn.reshape(-1, 256), axis=1))
+    assert np.std(sizes) == pytest.approx(2.5, rel=0.05)
 
 
 def result(setting: str, seconds: float, sent: int, **changes) -> Measurement:

@@ -21,13 +21,8 @@ CODEC = CodecSpeed(ns_per_coordinate=1e6, us_per_step=1e6)
 SIZE = 8 << 20
 
 
-def cost_of(topology, *, n=8, size=SIZE, method=None):
-    call = Call(size=size, axis=Axis("data", n), topology=topology)
-    return (method or dq.DynamiQ()).wire_cost(call)
-
-
-def predicted(topology, network, *, n=8, codec=FREE):
-    return predict(SIZE, n, topology, cost_of(topology, n=n), network, codec)
+def cost_of(topology, *, n=8, size=SIZE):
+    return dq.DynamiQ().wire_cost(Call(size=size, axis=Axis("data", n), topology=topology))
 
 
 # ----------------------------------------------------------------------- the model, by the number
@@ -80,7 +75,8 @@ def test_the_time_of_an_exact_sum():
 def test_the_bytes_are_those_of_the_report():
     network = Network(gbit_per_s=1.0, latency_us=0.0, efficiency=1.0)
     report = dq.wire_report({"w": jax.ShapeDtypeStruct((SIZE,), jnp.float32)}, 8)
-    assert predicted(Ring(), network).total == pytest.approx(8e-9 * report.bytes_per_worker)
+    ours = predict(SIZE, 8, Ring(), cost_of(Ring()), network, FREE)
+    assert ours.total == pytest.approx(8e-9 * report.bytes_per_worker)
     exact = predict_exact(SIZE, 8, network=network, codec=FREE)
     assert exact.total == pytest.approx(8e-9 * 4 * SIZE * 2 * 7 / 8)
 

@@ -29,12 +29,9 @@ def recipe(target: str) -> list[str]:
     return [command.replace("$(RUN)", ".venv/bin/python") for command in commands]
 
 
-def steps(workflow: str) -> list[dict]:
-    return [step for job in WORKFLOWS[workflow]["jobs"].values() for step in job["steps"]]
-
-
 def commands(workflow: str) -> list[str]:
-    return [step["run"] for step in steps(workflow) if "run" in step]
+    steps = [step for job in WORKFLOWS[workflow]["jobs"].values() for step in job["steps"]]
+    return [step["run"] for step in steps if "run" in step]
 
 
 def test_hooks_run_what_make_lint_runs():
