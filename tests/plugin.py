@@ -26,16 +26,7 @@ MOST_MEMORY = 4 * 2**30  # bytes of a process whose traces are kept
 
 # Files that run examples, pages and trainers, whose own code may promote ranks.
 OF_USERS = (
-    *(
-        "allocation_benchmark",
-        "arc_top_k",
-        "compare",
-        "docs",
-        "global_forms",
-        "llm",
-        "notebook",
-        "readme",
-    ),
+    *("allocation_benchmark", "arc_top_k", "compare", "docs", "global_forms", "llm", "notebook"),
     *("maxtext", "other_trainers", "reports", "time_to_accuracy", "tunix"),
 )
 
