@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-import jax
 import tyro
 from rich.table import Table
 
@@ -143,11 +142,8 @@ class Compare:
         name, at = setting.name, f"{workers} workers"
         chosen = {step: of_workers(tree, workers) for step, tree in gradients.items()}
         first = next(iter(chosen.values()))
-        shapes = {
-            leaf: jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
-            for leaf, values in first.items()
-        }
-        sent = setting.wire_report(shapes, workers).bytes_per_worker
+        own = {name: leaf[0] for name, leaf in first.items()}
+        sent = setting.wire_report(own, workers).bytes_per_worker
         simulation = Simulation(setting, first)
         done(f"compiled {name}, {at}")
         simulated = {}
@@ -155,7 +151,7 @@ class Compare:
             simulated[step] = simulation(tree, range(self.seeds))
             done(f"{name}, {at}")
         found = simulated.values()
-        size = sum(shape.size for shape in shapes.values())
+        size = sum(leaf.size for leaf in own.values())
         measured = codec_ns(min(each.seconds for each in found), size, workers)
         method, _, topology = name.rpartition(":")
         return {

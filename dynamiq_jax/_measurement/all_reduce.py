@@ -57,11 +57,8 @@ class CompiledAllReduce:
             local, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check_vma=False
         )
         self.sharding = NamedSharding(mesh, P(AXIS))
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding),
-            gradients,
-        )
-        self._function = jax.jit(mapped).lower(shapes, np.uint32(0)).compile()
+        jitted = jax.jit(mapped, in_shardings=(self.sharding, None))
+        self._function = jitted.lower(gradients, np.uint32(0)).compile()
 
     def __call__(self, gradients: Any, seed: int) -> Any:
         """Sum gradients that are split over the axis; return the copies of all workers."""

@@ -5,11 +5,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-
-import dynamiq_jax as dq
 from dynamiq_jax._measurement.all_reduce import Measurement
-from dynamiq_jax._measurement.settings import BF16_RING, PSUM, parse_setting
+from dynamiq_jax._measurement.settings import BF16_RING, PSUM, Setting, parse_setting
 from dynamiq_jax.methods import DynamiQ
 
 RING_WORKERS = 8  # of the ring that the times of single operations stand for
@@ -44,12 +41,8 @@ def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) ->
     codec = seconds["statistics"] + seconds["decompress"] + others * seconds["hop"]
     codec += seconds["compress"] / RING_WORKERS
     sent, plain = (
-        dq.wire_report(
-            jax.ShapeDtypeStruct((size,), "float32"),
-            RING_WORKERS,
-            dq.Compression(each, exact_below=0),
-        ).bytes_per_worker
-        for each in (method, "bf16")
+        setting.wire_report(size, RING_WORKERS).bytes_per_worker
+        for setting in (Setting("ours", method), parse_setting(BF16_RING))
     )
     return break_even_rate(codec, sent, 0.0, plain)
 
