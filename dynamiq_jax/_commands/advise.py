@@ -27,7 +27,6 @@ from dynamiq_jax._prediction.islands import (
     SPARSE_KINDS,
     MessageKind,
     faster_from,
-    island_memory,
     island_rounds,
     plain_time,
 )
@@ -148,7 +147,7 @@ class Advise:
         name = "" if keep is None else f", islands.Sparse(keep={keep}),"
         all_reduces = plain_time(size, self.workers, bits, self.every, seconds)
         plain = faster_from(all_reduces, [each.to_loss for each in rounds])
-        memory = format_bytes(island_memory(size))
+        memory = format_bytes(4 * 4 * size)  # of four trees in float32
         return [
             *lines,
             f"To the same loss, messages of {first.message.bits:.2g} bits{name} are the fastest on "

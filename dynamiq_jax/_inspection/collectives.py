@@ -60,7 +60,7 @@ class CompiledCollective:
     def is_floating_sum(self) -> bool:
         """True if it adds floating-point numbers."""
         adds = self.opcode in ("all-reduce", "reduce-scatter")
-        return adds and any(array.is_floating for array in self.arrays)
+        return adds and any(dtype.startswith(("f", "bf")) for dtype in self.dtypes)
 
     @property
     def sizes(self) -> tuple[int, ...]:

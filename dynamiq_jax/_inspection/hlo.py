@@ -43,11 +43,6 @@ class ArrayType(NamedTuple):
         """Bytes of the array, without padding."""
         return self.size * self.bits // 8
 
-    @property
-    def is_floating(self) -> bool:
-        """True if elements are floating-point numbers."""
-        return self.dtype.startswith(("f", "bf"))
-
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:

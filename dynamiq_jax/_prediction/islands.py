@@ -106,8 +106,3 @@ def faster_from(plain: LinkTime, islands: Iterable[LinkTime]) -> float:
     return max(
         max(plain.bits - each.bits, 0.0) / (each.computing - plain.computing) for each in islands
     )
-
-
-def island_memory(size: int) -> int:
-    """Return bytes on the host: parameters, reference, momentum and residual, float32."""
-    return 4 * 4 * size
