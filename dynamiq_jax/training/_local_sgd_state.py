@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import optax
 from jax import Array
+from jax.tree_util import keystr
 
 from dynamiq_jax._plan.state_names import check_names
-from dynamiq_jax._states.states import check_has_owner, shapes_of
+from dynamiq_jax._states.states import check_has_owner
 from dynamiq_jax.methods import State
 
 _ANEW = "or start anew with init(state.reference)"
@@ -57,7 +60,8 @@ def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
 
 def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
     """Raise ValueError for a state whose outer optimizer differs from a first state."""
-    given, wanted = shapes_of(state.outer[name]), shapes_of(first)
+    leaves = map(jax.tree.leaves_with_path, (state.outer[name], first))
+    given, wanted = ({keystr(path): np.shape(leaf) for path, leaf in each} for each in leaves)
     if given != wanted:
         raise ValueError(
             f"state.outer[{name!r}] has {given!r:.200}, but outer needs {wanted!r:.200}. Give the "
