@@ -6,11 +6,12 @@ Their blocks have bytes beside their codes. The bytes and the decoded bits are t
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels._native.backend import call, loaded, one
+from pallas_kernels._native.backend import call, loaded, one, rows_of
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, row_bytes
 
 # In the order of `Kernels::blocks`, with the bytes that a row has beside its codes.
@@ -46,24 +47,20 @@ class NativeBlocks:
           chunk: index of the chunk in the bucket.
           seed: uint32 [2].
         """
-        shape = ((self.payload_bytes,), jnp.uint8)
+        message = jax.ShapeDtypeStruct((self.payload_bytes,), jnp.uint8)
         operands = [payloads, loaded(rows), one(place), one(chunk), seed, one(turn)]
         noisy = np.int64(self.is_noisy)
-        [message] = call("block_hop", [shape], operands, **self._attributes, is_noisy=noisy)
-        return message
+        return call("block_hop", message, operands, **self._attributes, is_noisy=noisy)
 
     def accumulate(self, payloads: Array, rows: Array, place: Index) -> Array:
         """Return the sum that `hop` encodes, float32 [rows, 256]."""
-        shape = ((self.rows, SUPER_GROUP_SIZE), jnp.float32)
         operands = [payloads, loaded(rows), one(place)]
-        [sums] = call("block_accumulate", [shape], operands, **self._attributes)
-        return sums
+        return call("block_accumulate", rows_of(self.rows), operands, **self._attributes)
 
     def decompress(self, payloads: Array) -> Array:
         """Decode messages, uint8 [chunks, payload_bytes]: float32 [chunks * rows, 256]."""
-        shape = ((len(payloads) * self.rows, SUPER_GROUP_SIZE), jnp.float32)
-        [values] = call("block_decompress", [shape], [payloads], **self._attributes)
-        return values
+        values = rows_of(len(payloads) * self.rows)
+        return call("block_decompress", values, [payloads], **self._attributes)
 
     @property
     def _attributes(self) -> dict[str, np.int64]:

@@ -4,6 +4,7 @@ The bytes and the decoded bits are those of `dynamiq_jax.islands.messages.sparse
 specification. A block has a power of two coordinates, 256 to 65,536.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -28,12 +29,11 @@ def encode(rows: Array, size: int, *, keep: int, bits: int, factor: np.float32) 
       factor: of the scale of a block.
     """
     fields = {"keep": np.int64(keep), "bits": np.int64(bits)}
-    [message] = call("sparse_encode", [((size,), jnp.uint8)], [rows], **fields, factor=factor)
-    return message
+    message = jax.ShapeDtypeStruct((size,), jnp.uint8)
+    return call("sparse_encode", message, [rows], **fields, factor=factor)
 
 
 def decode(message: Array, shape: tuple[int, int], *, keep: int, bits: int) -> Array:
     """Decode a message, uint8, to float32 of a shape [blocks, coordinates]; see `encode`."""
     fields = {"keep": np.int64(keep), "bits": np.int64(bits)}
-    [rows] = call("sparse_decode", [(shape, jnp.float32)], [message], **fields)
-    return rows
+    return call("sparse_decode", jax.ShapeDtypeStruct(shape, jnp.float32), [message], **fields)

@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import jax
@@ -23,8 +24,7 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
         on, and ends with the process.
       Exception: what the function raised.
     """
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def call() -> None:
         try:
@@ -34,18 +34,15 @@ def in_own_thread(function: Callable[[], Result], seconds: float) -> Result:
                 jax.disable_jit(False),
                 jax.transfer_guard("allow"),
             ):
-                results.append(function())
+                future.set_result(function())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=call, name="dynamiq-jax", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    # Not one of a pool, which a process waits for when it ends.
+    threading.Thread(target=call, name="dynamiq-jax", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no result after {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 def first_line(error: Exception) -> str:

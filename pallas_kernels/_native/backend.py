@@ -4,6 +4,7 @@ XLA:CPU gives each of them the memory of its arguments and its result. Nothing i
 that a custom call reads one by one are arrays of one element.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,68 +59,64 @@ class Native(Backend):
 
     @override
     def statistics(self, rows: Array, /) -> Array:
-        [norms] = call("statistics", [(rows.shape[:1], jnp.float32)], [loaded(rows)])
-        return norms
+        norms = jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
+        return call("statistics", norms, [loaded(rows)])
 
     @override
     def hop(
         self, payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout
     ) -> Array:
-        [message] = call(
+        return call(
             "hop",
-            [((layout.payload_bytes,), jnp.uint8)],
+            _message(layout),
             [*_inputs(payloads, local, chunk, layout), local.seed, one(turn)],
             **_attributes(layout),
             rounding=np.int64(_ROUNDINGS[layout.quantizer.rounding]),
         )
-        return message
 
     @override
     def decompress_accumulate(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> Array:
-        inputs, results = _inputs(payloads, local, chunk, layout), [_rows(layout.rows_per_chunk)]
-        [sums] = call("decompress_accumulate", results, inputs, **_attributes(layout))
-        return sums
+        inputs, sums = _inputs(payloads, local, chunk, layout), rows_of(layout.rows_per_chunk)
+        return call("decompress_accumulate", sums, inputs, **_attributes(layout))
 
     @override
     def scaled_sums(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> tuple[Array, Array]:
-        results = [_rows(layout.rows_per_chunk), ((layout.payload_bytes,), jnp.uint8)]
+        results = rows_of(layout.rows_per_chunk), _message(layout)
         inputs = _inputs(payloads, local, chunk, layout)
-        sums, message = call("scaled_sums", results, inputs, **_attributes(layout))
-        return sums, message
+        return call("scaled_sums", results, inputs, **_attributes(layout))
 
     @override
-    def decompress(self, payloads: Array, places: Places, *, layout: Layout) -> Array:
-        return _decoded(payloads, places, jnp.zeros((0, 0), jnp.int32), layout)
-
-    @override
-    def decompress_sums(
-        self, payloads: Array, places: Places, table: Array, *, layout: Layout
+    def decompress(
+        self, payloads: Array, places: Places, table: Array | None = None, *, layout: Layout
     ) -> Array:
-        return _decoded(payloads, places, table, layout)
+        if table is None:
+            table = jnp.zeros((0, 0), jnp.int32)
+        operands = [payloads, *places, _levels(layout), table]
+        return call("decompress", rows_of(layout.num_rows), operands, **_attributes(layout))
+
+    decompress_sums = decompress
 
     @override
     def sort(self, words: Array, /) -> Array:
-        [words] = call("sort", [(words.shape, jnp.uint32)], [words])
-        return words
-
-
-def _decoded(payloads: Array, places: Places, table: Array, layout: Layout) -> Array:
-    operands = [payloads, *places, _levels(layout), table]
-    [values] = call("decompress", [_rows(layout.num_rows)], operands, **_attributes(layout))
-    return values
-
-
-def _rows(count: int) -> tuple[tuple[int, ...], Any]:
-    return (count, SUPER_GROUP_SIZE), jnp.float32
+        return call("sort", jax.ShapeDtypeStruct(words.shape, jnp.uint32), [words])
 
 
 def _inputs(payloads: Array, local: LocalRows, chunk: Index, layout: Layout) -> list[Array]:
     """Return the operands that all operations on one chunk take first."""
     return [payloads, loaded(local.rows), *local.places, one(chunk), _levels(layout)]
+
+
+def _message(layout: Layout) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((layout.payload_bytes,), jnp.uint8)
+
+
+def rows_of(count: int) -> jax.ShapeDtypeStruct:
+    """Describe decoded rows."""
+    return jax.ShapeDtypeStruct((count, SUPER_GROUP_SIZE), jnp.float32)
 
 
 def loaded(rows: Array) -> Array:
@@ -133,8 +130,7 @@ def one(value: Index) -> Array:
 
 
 def _levels(layout: Layout) -> Array:
-    numbers, _ = layout.quantizer.level_table()
-    return jnp.asarray(numbers)
+    return jnp.asarray(layout.quantizer.level_table()[0])
 
 
 def _attributes(layout: Layout) -> dict[str, np.int64]:
@@ -143,18 +139,17 @@ def _attributes(layout: Layout) -> dict[str, np.int64]:
 
 def call(
     operation: str,
-    results: list[tuple[tuple[int, ...], Any]],
+    results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     operands: list[Array],
     **attributes: np.int64 | np.float32,
-) -> list[Array]:
+) -> Any:
     """Run a custom call of `library.CALLS`, whose operands and results vary over the same axes.
 
-    `results` are shapes and dtypes, and `attributes` static numbers.
+    The attributes are static numbers. It returns what `results` describes: an array, or several.
     """
     operands = [jnp.asarray(operand) for operand in operands]
     for operand in list(operands):
         operands = match_varying(operands, operand)
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    run = jax.ffi.ffi_call(library.target(operation), shapes, vmap_method="sequential")
+    run = jax.ffi.ffi_call(library.target(operation), results, vmap_method="sequential")
     # JAX takes the results of any custom call for values that do not vary.
-    return match_varying(list(run(*operands, **attributes)), operands[0])
+    return match_varying(run(*operands, **attributes), operands[0])

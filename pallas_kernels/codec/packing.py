@@ -38,17 +38,22 @@ def pack(codes: UInt16[Array, "rows 256"], width: int) -> list[UInt8[Array, "_"]
     """
     packed, low = [], 0
     for bits in planes(width):
-        lanes = 8 // bits
-        field = ((codes >> np.uint16(low)) & np.uint16(2**bits - 1)).astype(jnp.uint8)
-        if lanes > 1:
-            # An OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction over
-            # a middle axis; spelled as slices and ORs of one fused value it runs at a fifth of the
-            # speed.
-            field = field.reshape(-1, lanes, row_bytes(bits)) << _shifts(bits)[None, :, None]
-            field = lax.reduce(field, np.uint8(0), lax.bitwise_or, (1,))
-        packed.append(field.reshape(-1))
+        packed.append(take_bits(codes, np.uint16(low), bits).reshape(-1))
         low += bits
     return packed
+
+
+def take_bits(
+    codes: UInt16[Array, "rows 256"], low: Array | np.uint16, bits: int
+) -> UInt8[Array, "rows _"]:
+    """Take a few bits of codes, from bit `low` on: one plane, `row_bytes(bits)` a row."""
+    field = ((codes >> low) & np.uint16(2**bits - 1)).astype(jnp.uint8)
+    if bits == 8:
+        return field
+    # An OR-reduction over the lanes that share a byte. XLA:CPU vectorizes a reduction over a middle
+    # axis; spelled as slices and ORs of one fused value it runs at a fifth of the speed.
+    field = field.reshape(-1, 8 // bits, row_bytes(bits)) << _shifts(bits)[None, :, None]
+    return lax.reduce(field, np.uint8(0), lax.bitwise_or, (1,))
 
 
 def unpack(packed: UInt8[Array, "_"], rows: int, width: int) -> UInt16[Array, "rows 8 32"]:
