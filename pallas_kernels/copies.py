@@ -228,6 +228,10 @@ def _run(*sources: Array, **static: Any) -> list[Array]:
         return _jitted(*sources, **static)
 
 
+def _sliced(*sources: Array, table: Table, fusible: bool, share_kernels: bool) -> list[Array]:
+    return slices(sources, table, share_kernels=share_kernels)
+
+
 def _lower_for_cpus(context: Any, *values: Any, table: Table, fusible: bool) -> Sequence[Any]:
     has_bytes = jax.dtypes.itemsize_bits(context.avals_in[0].dtype) >= 8
     in_one = has_bytes and not fusible
@@ -245,12 +249,7 @@ _copy.def_abstract_eval(_abstract)
 ad.deflinear2(_copy, _transpose)
 batching.primitive_batchers[_copy] = _batch
 _by_slices, _by_shared_kernels = (
-    mlir.lower_fun(
-        lambda *sources, table, fusible, shared=shared: slices(
-            sources, table, share_kernels=shared
-        ),
-        multiple_results=True,
-    )
+    mlir.lower_fun(functools.partial(_sliced, share_kernels=shared), multiple_results=True)
     for shared in (False, True)
 )
 mlir.register_lowering(_copy, _by_slices)

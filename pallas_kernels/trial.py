@@ -102,12 +102,10 @@ class Trial:
             "scales of sums": (messages[:1], local, chunk),
             "decompress of sums": (messages, local.places, table),
         }
-        without_layout = Backend.statistics, Backend.sort
+        without_layout = "statistics", "order"
         return {
             name: OperationCall(
-                operation,
-                arrays[name],
-                {} if operation in without_layout else {"layout": self.layout},
+                operation, arrays[name], {} if name in without_layout else {"layout": self.layout}
             )
             for name, operation in CALLS.items()
         }

@@ -112,7 +112,7 @@ def scheduled(
     with collector_paused():
         known = [
             before if given is None else given
-            for before, given in zip(shardings, equations.in_shardings(program), strict=True)
+            for before, given in zip(shardings, equations.shardings_of(program, "in"), strict=True)
         ]
         specs = _specs(leaves, known, in_specs)
         workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
@@ -128,7 +128,7 @@ def scheduled(
         marked = StepProgram(
             program,
             input_specs={i: spec for i, spec in enumerate(specs) if spec is not None},
-            output_specs=specs_of_shardings(equations.out_shardings(program)),
+            output_specs=specs_of_shardings(equations.shardings_of(program, "out")),
             likely_specs=likely,
         )
         made, sums = schedule(

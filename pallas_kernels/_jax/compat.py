@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -235,14 +236,12 @@ def _calls_of_jit() -> list[FrameType]:
 
     The names of JAX's own functions show them. None where this version of JAX has other names.
     """
-    found: list[FrameType] = []
-    frame = sys._getframe().f_back
-    while frame is not None:
-        is_of_jit = frame.f_code.co_name in (_RUNS, _TRACES)
-        if is_of_jit and frame.f_globals["__name__"] == "jax._src.pjit":
-            found.append(frame)
-        frame = frame.f_back
-    return found
+    return [
+        frame
+        for frame, _ in traceback.walk_stack(sys._getframe())
+        if frame.f_code.co_name in (_RUNS, _TRACES)
+        if frame.f_globals["__name__"] == "jax._src.pjit"
+    ]
 
 
 def concrete_mesh() -> Mesh | None:

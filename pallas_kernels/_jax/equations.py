@@ -3,7 +3,7 @@
 import collections
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -236,17 +236,11 @@ def explicit_sizes(equation: Equation) -> dict[str, int]:
     return dict(sharding.mesh.shape) if sharding is not None else {}
 
 
-def in_shardings(program: Any) -> list[Any]:
-    """Return the shardings that jitted functions in a program give to its inputs; or None."""
-    return _shardings(program, "in")
+def shardings_of(program: Any, side: Literal["in", "out"]) -> list[Any]:
+    """Return the shardings that jitted functions in a program give to its inputs, or its results.
 
-
-def out_shardings(program: Any) -> list[Any]:
-    """Return the shardings that jitted functions in a program give to its results; or None."""
-    return _shardings(program, "out")
-
-
-def _shardings(program: Any, side: str) -> list[Any]:
+    They are None where there is none.
+    """
     inner, _ = opened(program)
     given = {}
     for equation in inner.eqns:

@@ -16,7 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._jax.compat import override, shape_like
 from pallas_kernels._mosaic_tpu import launch, message, rows, transfers, widths, words
-from pallas_kernels._mosaic_tpu.blocks import Block, Shape, level_table
+from pallas_kernels._mosaic_tpu.blocks import (
+    Block,
+    level_table,
+    num_blocks,
+    order_of_blocks,
+    used_lanes,
+)
 from pallas_kernels._mosaic_tpu.launch import AS_SCALARS, IN_MEMORY, IN_VECTOR_MEMORY, Operand
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
@@ -91,7 +97,7 @@ def _reduce(
 
     A message of several blocks is made in vector memory.
     """
-    shape, received = Shape(layout), payloads.shape[0]
+    received, blocks, lanes = payloads.shape[0], num_blocks(layout), used_lanes(layout)
     encodes = name in ("hop", "compress")
     has_sums, has_message = not encodes, encodes or name == "scaled_sums"
     count = has_sums + has_message
@@ -109,7 +115,7 @@ def _reduce(
                 lines_ref = memory.messages.at[index]
                 transfers.run(words.copy_in(received_ref, index, lines_ref, layout, memory.others))
 
-        block = Block.load(shape, chunk_ref[0], step, starts_ref, table_ref)
+        block = Block.load(layout, chunk_ref[0], step, starts_ref, table_ref)
         seed = seed_ref[0].astype(U32), seed_ref[1].astype(U32)
 
         def of_bits(bits: int) -> None:
@@ -117,7 +123,7 @@ def _reduce(
             _sum(block, step, gathered, received, memory._replace(planes=planes))
             if encodes:
                 rows.encode(block, memory.values, turn_ref[0], seed, planes, made[-1])
-            _gather(gathered, memory, shape.lanes[_EARLY:])
+            _gather(gathered, memory, lanes[_EARLY:])
             if encodes:
                 message.merge_planes(block, planes, made[-1])
 
@@ -127,26 +133,26 @@ def _reduce(
                 scales = rows.quantize_scales(layout, memory.values)
                 message.merge_scales(block, scales, made[-1])
             transfers.store_values_in_order(memory.values, made[0])
-            used = HALVES * min(shape.rows, PLACES)
+            used = HALVES * min(layout.rows_per_chunk, PLACES)
             source = made[0].at[pl.ds(0, used)]
             target = results[0].at[pl.ds(HALVES * block.first, used)]
             transfers.run(pltpu.make_async_copy(source, target, memory.others))
 
-        @pl.when(step == shape.blocks - 1)
+        @pl.when(step == blocks - 1)
         def _() -> None:
             # The rows that the last step gathered.
-            transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+            transfers.wait(memory.staged, memory.semaphore, lanes)
             if has_message:
                 transfers.run(words.copy_out(made[-1], results[-1], memory.others))
 
-    of_sums = (shape_like((HALVES * shape.rows, LANES), F32, local.rows), IN_MEMORY)
+    of_sums = (shape_like((HALVES * layout.rows_per_chunk, LANES), F32, local.rows), IN_MEMORY)
     of_message = (shape_like(words.result_shape(layout), U32, local.rows), IN_MEMORY)
     return launch.launch(
         kernel,
-        shape.blocks,
+        blocks,
         [
             *launch.scalars(chunk, turn, local.seed, local.places),
-            *_gathered(local, shape),
+            *_gathered(local, layout),
             _table(layout),
             # An operand has to have elements.
             _messages(payloads, layout) if received else (_table(layout)[0], IN_MEMORY),
@@ -165,16 +171,16 @@ def decompress(
     payloads: Array, places: Places, table: Array | None = None, *, layout: Layout
 ) -> Array:
     """Decode the messages of all chunks; their scales may be in the order of another table."""
-    shape = Shape(layout)
-    steps, lanes = layout.num_chunks * shape.blocks, shape.lanes
+    blocks, lanes = num_blocks(layout), used_lanes(layout)
+    steps = layout.num_chunks * blocks
 
     def kernel(step, starts_ref, *refs):
         own_order, last_order, table_ref, received_ref, *scale_places, lines_ref = refs[:-6]
         memory = Memory(*refs[-6:])
         message_ref = memory.messages.at[0]
-        chunk = step // shape.blocks
-        index = step - chunk * shape.blocks
-        block = Block.load(shape, chunk, index, starts_ref, table_ref)
+        chunk = step // blocks
+        index = step - chunk * blocks
+        block = Block.load(layout, chunk, index, starts_ref, table_ref)
 
         def scatter(order_ref, lanes: Iterable) -> None:
             transfers.scatter(order_ref, memory.staged, lines_ref, memory.semaphore, lanes)
@@ -206,10 +212,10 @@ def decompress(
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            _for_each_lane(shape, functools.partial(scatter, own_order))
+            _for_each_lane(layout, functools.partial(scatter, own_order))
             wait()
 
-    order = shape.order_of_blocks(places.order, transfers.lines_of_row(F32))
+    order = order_of_blocks(layout, places.order, transfers.lines_of_row(F32))
     in_vectors = pl.BlockSpec((1, 1, PLACES), lambda step, *_: (step, 0, 0))
     [lines] = launch.launch(
         kernel,
@@ -220,7 +226,7 @@ def decompress(
             (order, _order_spec(lambda step, *_: jnp.maximum(step - 1, 0))),
             _table(layout),
             _messages(payloads, layout),
-            *([] if table is None else [(shape.order_of_blocks(table, 1), in_vectors)]),
+            *([] if table is None else [(order_of_blocks(layout, table, 1), in_vectors)]),
         ],
         [(shape_like((HALVES * layout.num_rows, LANES), F32, payloads), IN_MEMORY)],
         _memory(layout, F32, 1),
@@ -234,13 +240,13 @@ def _sum(block: Block, step: Array, gathered: GatheredRows, received: int, memor
 
     It starts to gather the first lanes of the next block. The caller starts the others.
     """
-    shape = Shape(block.layout)
+    lanes = used_lanes(block.layout)
     of_first = gathered._replace(next=gathered.first)
     start = functools.partial(_gather, of_first, memory)
-    pl.when(step == 0)(lambda: _for_each_lane(shape, start))
-    transfers.wait(memory.staged, memory.semaphore, shape.lanes)
+    pl.when(step == 0)(lambda: _for_each_lane(block.layout, start))
+    transfers.wait(memory.staged, memory.semaphore, lanes)
     transfers.load_values(memory.staged, memory.values)
-    _gather(gathered, memory, shape.lanes[:_EARLY])
+    _gather(gathered, memory, lanes[:_EARLY])
 
     def add(index: Index, _: None) -> None:
         message_ref = memory.messages.at[index]
@@ -259,9 +265,10 @@ def _gather(gathered: GatheredRows, memory: Memory, lanes: Iterable) -> None:
     transfers.gather(gathered.next, gathered.lines, memory.staged, memory.semaphore, lanes)
 
 
-def _for_each_lane(shape: Shape, start: Callable[[list[Array]], None]) -> None:
+def _for_each_lane(layout: Layout, start: Callable[[list[Array]], None]) -> None:
     """Start copies in a loop: less code, for steps that are rare."""
-    lax.fori_loop(0, len(shape.lanes), lambda place, _: start([lane_of_places(place)]), None)
+    count = min(layout.rows_per_chunk, PLACES)
+    lax.fori_loop(0, count, lambda place, _: start([lane_of_places(place)]), None)
 
 
 def _for_width(block: Block, of_bits: Callable[[int], None]) -> None:
@@ -279,15 +286,16 @@ def _bits(layout: Layout) -> tuple[int, ...]:
     return (8,) if max(layout.allocation.widths) <= 8 else (8, 16)
 
 
-def _gathered(local: LocalRows, shape: Shape) -> GatheredRows:
-    order = shape.order_of_blocks(local.places.order, transfers.lines_of_row(local.rows.dtype))
+def _gathered(local: LocalRows, layout: Layout) -> GatheredRows:
+    blocks, lines = num_blocks(layout), transfers.lines_of_row(local.rows.dtype)
+    order = order_of_blocks(layout, local.places.order, lines)
 
     def of_block(block: Callable) -> Operand:
-        return order, _order_spec(lambda step, chunk, *_: chunk[0] * shape.blocks + block(step))
+        return order, _order_spec(lambda step, chunk, *_: chunk[0] * blocks + block(step))
 
     return GatheredRows(
         of_block(lambda step: 0),
-        of_block(lambda step: jnp.minimum(step + 1, shape.blocks - 1)),
+        of_block(lambda step: jnp.minimum(step + 1, blocks - 1)),
         (transfers.as_lines(local.rows), IN_MEMORY),
     )
 

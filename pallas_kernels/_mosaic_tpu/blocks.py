@@ -32,42 +32,27 @@ NUM_STARTS = MAX_WIDTH + 1  # of the planes of a chunk
 _LEAST_SQUARE = np.float32(2.0**-60)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of the blocks of a chunk."""
+def num_blocks(layout: Layout) -> int:
+    """Return the blocks of a chunk."""
+    return -(-layout.rows_per_chunk // PLACES)
 
-    layout: Layout
 
-    @property
-    def rows(self) -> int:
-        """Places of a chunk."""
-        return self.layout.rows_per_chunk
+def used_lanes(layout: Layout) -> list[int]:
+    """Return the lanes that hold a place."""
+    return [lane for lane in range(LANES) if place_of_lane(lane) < layout.rows_per_chunk]
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of a chunk."""
-        return -(-self.rows // PLACES)
 
-    @property
-    def lanes(self) -> list[int]:
-        """Lanes that hold a place."""
-        return [lane for lane in range(LANES) if place_of_lane(lane) < self.rows]
+def order_of_blocks(layout: Layout, order: Array, lines_of_row: int) -> Array:
+    """Return the first lines of the rows of all places, int32 [chunks * blocks, 1, 128].
 
-    def first_place(self, block: Array) -> Array:
-        """Return the first place of a block."""
-        return jnp.minimum(block * PLACES, max(self.rows - PLACES, 0))
-
-    def order_of_blocks(self, order: Array, lines_of_row: int) -> Array:
-        """Return the first lines of the rows of all places, int32 [chunks * blocks, 1, 128].
-
-        They are counted here, once, and not for every copy.
-        """
-        missing = max(PLACES - self.rows, 0)
-        order = jnp.pad(order, ((0, 0), (0, missing)))
-        if self.rows > PLACES and self.rows % PLACES:
-            whole = self.rows // PLACES * PLACES
-            order = jnp.concatenate([order[:, :whole], order[:, -PLACES:]], axis=1)
-        return (order * lines_of_row).reshape(-1, 1, PLACES)
+    They are counted here, once, and not for every copy.
+    """
+    rows = layout.rows_per_chunk
+    order = jnp.pad(order, ((0, 0), (0, max(PLACES - rows, 0))))
+    if rows > PLACES and rows % PLACES:
+        whole = rows // PLACES * PLACES
+        order = jnp.concatenate([order[:, :whole], order[:, -PLACES:]], axis=1)
+    return (order * lines_of_row).reshape(-1, 1, PLACES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,17 +69,18 @@ class Block:
     top: Array  # largest magnitudes of the lanes, which are also masks of them: uint32 [8, 128]
 
     @classmethod
-    def load(cls, shape: Shape, chunk: Array, index: Array, starts_ref, table_ref) -> "Block":
+    def load(cls, layout: Layout, chunk: Array, index: Array, starts_ref, table_ref) -> "Block":
         """Return block `index` of a chunk; the table is that of `level_table`."""
-        first, first_start = shape.first_place(index), chunk * NUM_STARTS
+        first = jnp.minimum(index * PLACES, max(layout.rows_per_chunk - PLACES, 0))
+        first_start = chunk * NUM_STARTS
         starts = [starts_ref[first_start + bit] for bit in range(NUM_STARTS)]
         places = places_of_lanes() + first
         widths = jnp.zeros(VECTOR, I32)
-        for bit in range(max(shape.layout.allocation.widths)):
+        for bit in range(max(layout.allocation.widths)):
             widths = widths + (places < starts[bit + 1] - starts[bit]).astype(I32)
-        levels = _levels(shape.layout, widths, table_ref)
+        levels = _levels(layout, widths, table_ref)
         top = float_to_code(jnp.asarray(levels.top))
-        return cls(shape.layout, chunk, first, starts, places, widths, levels, top)
+        return cls(layout, chunk, first, starts, places, widths, levels, top)
 
     def has_wider(self, width: int) -> Array:
         """Return whether a place has codes of more bits."""

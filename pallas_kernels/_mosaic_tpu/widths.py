@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._jax.compat import shape_like
 from pallas_kernels._mosaic_tpu import launch, message, transfers, words
-from pallas_kernels._mosaic_tpu.blocks import Shape
+from pallas_kernels._mosaic_tpu.blocks import num_blocks
 from pallas_kernels._mosaic_tpu.vectors import (
     F32,
     I32,
@@ -66,11 +66,11 @@ def statistics(values: Array) -> Array:
 
 def energies(payloads: Array, *, layout: Layout) -> Array:
     """Compute logarithms of the energies of the rows of messages."""
-    shape, count = Shape(layout), len(payloads)
+    blocks, count = num_blocks(layout), len(payloads)
 
     def kernel(step, received_ref, energies_ref, message_ref, semaphore):
-        index = step // shape.blocks
-        block = step - index * shape.blocks
+        index = step // blocks
+        block = step - index * blocks
 
         @pl.when(block == 0)
         def _() -> None:
@@ -81,16 +81,16 @@ def energies(payloads: Array, *, layout: Layout) -> Array:
         in_order = take_lanes(found, lane_of_places(iota(1)))
         energies_ref[...] = in_order[:1, :][None]
 
-    of_blocks = shape_like((count * shape.blocks, 1, PLACES), I32, payloads)
+    of_blocks = shape_like((count * blocks, 1, PLACES), I32, payloads)
     [found] = launch.launch(
         kernel,
-        count * shape.blocks,
+        count * blocks,
         [(words.as_operand(payloads, layout), launch.IN_MEMORY)],
         [(of_blocks, pl.BlockSpec((1, 1, PLACES), lambda step: (step, 0, 0)))],
         [words.memory(layout), pltpu.SemaphoreType.DMA],
         name="energies",
     )
-    return found.reshape(count, -1)[:, : shape.rows]
+    return found.reshape(count, -1)[:, : layout.rows_per_chunk]
 
 
 class _Problem(NamedTuple):
