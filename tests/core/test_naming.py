@@ -64,33 +64,27 @@ def test_names_of_presets_are_those_of_their_constructors(name):
         ("ef+bf16", ErrorFeedback(inner=dq.methods.BF16())),
     ),
 )
-def test_options_after_a_name_change_its_fields(text, method):
+def test_options_after_a_name_change_its_fields_and_a_method_is_returned_as_it_is(text, method):
     assert resolve_method(text) == method
+    assert resolve_method(method) is method
 
 
-def test_options_of_a_topology():
+def test_a_topology_has_options_and_is_returned_as_it_is():
     assert resolve_topology("ring:unroll=True") == Ring(unroll=True)
-
-
-@pytest.mark.parametrize("strategy", (dq.DynamiQ(bits=4.0), ErrorFeedback(inner=dq.methods.BF16())))
-def test_a_method_is_returned_as_it_is(strategy):
-    assert resolve_method(strategy) is strategy
-
-
-def test_a_topology_is_returned_as_it_is():
     mine = Butterfly()
     assert resolve_topology(mine) is mine
 
 
 UNKNOWN = ("", "dynamic", "DynamiQ", "bf-16", "dynamiq :5", ":5", "ring", "psum")
 UNKNOWN += ("ef", "ef+", "+bf16", "ef+ring", "ef+ef+bf16", "fe+bf16", "EF+bf16")
+NO_NAMES = (None, 5, dq.DynamiQ, Ring(), b"bf16")
 
 
-@pytest.mark.parametrize("text", UNKNOWN)
-def test_an_unknown_method(text):
-    says = rf"^method={re.escape(repr(text))} is not known\. Give a method such as "
+@pytest.mark.parametrize("given", (*UNKNOWN, *NO_NAMES))
+def test_an_unknown_method(given):
+    says = rf"^method={re.escape(repr(given))} is not known\. Give a method such as "
     with pytest.raises(ValueError, match=says) as info:
-        resolve_method(text)
+        resolve_method(given)
     names = (*METHODS, *PRESETS, "dynamiq:5", "ef+")
     assert all(repr(name) in str(info.value) for name in names)
 
@@ -103,67 +97,51 @@ def test_an_unknown_topology(text):
     assert all(repr(name) in str(info.value) for name in TOPOLOGIES)
 
 
-@pytest.mark.parametrize("other", (None, 5, dq.DynamiQ, Ring(), b"bf16"))
-def test_something_that_is_neither_a_name_nor_a_method(other):
-    with pytest.raises(ValueError, match=rf"^method={re.escape(repr(other))} is not known\. Give"):
-        resolve_method(other)
+# Text, and what the error says after quoting it.
+WRONG_METHODS = (
+    ("dynamiq:5:bit=4", r"dynamiq has no field 'bit'\. Give FIELD=VALUE with a field of \['bi"),
+    ("bf16:x=1", r"bf16 has no field 'x'\. Give the name alone\.$"),
+    ("mxfp8:elements=1", r"mxfp8 has no field 'elements'\. Give .* \['element'"),
+    ("ef+bf16:inner=1", r"bf16 has no field 'inner'\."),
+    # Twice.
+    ("dynamiq:5:bits=4", r"gives 'bits' a second time\. Give it once\.$"),
+    ("dynamiq:5:4", r"gives 'bits' a second time\."),
+    ("blockint:8:code_bits=8", r"gives 'code_bits' a second time\."),
+    ("blockint:block=256:block=512", r"gives 'block' a second time\."),
+    # Neither a number nor a field.
+    ("bf16:16", r"'16' is not an option of bf16\. Give the name alone\.$"),
+    ("mxfp8:8", r"'8' is not an option of mxfp8\. Give FIELD=VALUE with .*\]\.$"),
+    ("dynamiq:", r"'' is not an option of dynamiq\. Give a number of bits, or FIELD=VALUE"),
+    ("blockint:wide", r"'wide' is not an option of blockint\. Give a number of code_bits, or F"),
+    # A setting of the command line, which names the topology too.
+    ("dynamiq:5:ring", r"'ring' is not an option of dynamiq\. .*Compression\(topology='ring'\)\.$"),
+    ("bf16:ring", r"'ring' is not an option of bf16\. .*Compression\(topology='ring'\)\.$"),
+    # Values that the class refuses.
+    ("dynamiq:99", r"bits=99 is out of range\. Give 2\.375 to 16\.$"),
+    ("dynamiq:nan", r"bits=nan is out of range\."),
+    ("blockint:4.5", r"code_bits=4\.5 is not possible\."),
+    ("dynamiq:rounding=up", r"rounding='up' is not possible\. Give one of \(None, 'correlated'"),
+    ("dynamiq:widths=[{[]}]", r"widths=.* is not a tuple"),
+)
+WRONG_TOPOLOGIES = (
+    ("ring:2", r"'2' is not an option of ring\. Give FIELD=VALUE with .*'unroll'\]\.$"),
+    ("ring:bf16", r"'bf16' is not an option of ring\. Give FIELD=VALUE with .*'unroll'\]\.$"),
+    ("butterfly:x=1", r"butterfly has no field 'x'\. Give the name alone\.$"),
+    ("ring:unroll=1:unroll=1", r"gives 'unroll' a second time\."),
+)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    (
-        ("dynamiq:5:bit=4", r"dynamiq has no field 'bit'\. Give FIELD=VALUE with a field of \['bi"),
-        ("bf16:x=1", r"bf16 has no field 'x'\. Give the name alone\.$"),
-        ("mxfp8:elements=1", r"mxfp8 has no field 'elements'\. Give .* \['element'"),
-        ("ef+bf16:inner=1", r"bf16 has no field 'inner'\."),
-        # Twice.
-        ("dynamiq:5:bits=4", r"gives 'bits' a second time\. Give it once\.$"),
-        ("dynamiq:5:4", r"gives 'bits' a second time\."),
-        ("blockint:8:code_bits=8", r"gives 'code_bits' a second time\."),
-        ("blockint:block=256:block=512", r"gives 'block' a second time\."),
-        # Neither a number nor a field.
-        ("bf16:16", r"'16' is not an option of bf16\. Give the name alone\.$"),
-        ("mxfp8:8", r"'8' is not an option of mxfp8\. Give FIELD=VALUE with .*\]\.$"),
-        ("dynamiq:", r"'' is not an option of dynamiq\. Give a number of bits, or FIELD=VALUE"),
-        (
-            "blockint:wide",
-            r"'wide' is not an option of blockint\. Give a number of code_bits, or FIELD=VAL",
-        ),
-        # A setting of the command line, which names the topology too.
-        (
-            "dynamiq:5:ring",
-            r"'ring' is not an option of dynamiq\. .*Compression\(topology='ring'\)\.$",
-        ),
-        ("bf16:ring", r"'ring' is not an option of bf16\. .*Compression\(topology='ring'\)\.$"),
-        # Values that the class refuses.
-        ("dynamiq:99", r"bits=99 is out of range\. Give 2\.375 to 16\.$"),
-        ("dynamiq:nan", r"bits=nan is out of range\."),
-        ("blockint:4.5", r"code_bits=4\.5 is not possible\."),
-        (
-            "dynamiq:rounding=up",
-            r"rounding='up' is not possible\. Give one of \(None, 'correlated'",
-        ),
-        ("dynamiq:widths=[{[]}]", r"widths=.* is not a tuple"),
-    ),
+    ("resolve", "text", "says"),
+    [
+        *((resolve_method, *each) for each in WRONG_METHODS),
+        *((resolve_topology, *each) for each in WRONG_TOPOLOGIES),
+    ],
 )
-def test_errors_quote_the_text_and_say_what_to_give(text, says):
-    quoted = text.removeprefix("ef+")
-    with pytest.raises(ValueError, match=rf"^method={re.escape(repr(quoted))}:? .*{says}"):
-        resolve_method(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    (
-        ("ring:2", r"'2' is not an option of ring\. Give FIELD=VALUE with .*'unroll'\]\.$"),
-        ("ring:bf16", r"'bf16' is not an option of ring\. Give FIELD=VALUE with .*'unroll'\]\.$"),
-        ("butterfly:x=1", r"butterfly has no field 'x'\. Give the name alone\.$"),
-        ("ring:unroll=1:unroll=1", r"gives 'unroll' a second time\."),
-    ),
-)
-def test_errors_about_a_topology(text, says):
-    with pytest.raises(ValueError, match=rf"^topology={re.escape(repr(text))}:? .*{says}"):
-        resolve_topology(text)
+def test_errors_quote_the_text_and_say_what_to_give(resolve, text, says):
+    kind, quoted = resolve.__name__.removeprefix("resolve_"), text.removeprefix("ef+")
+    with pytest.raises(ValueError, match=rf"^{kind}={re.escape(repr(quoted))}:? .*{says}"):
+        resolve(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
