@@ -15,14 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import modes
 from pallas_kernels._jax import compat
-from pallas_kernels._mosaic_tpu.vectors import (
-    LANES,
-    SUBLANES,
-    U32,
-    iota,
-    over_segments,
-    take_lanes,
-)
+from pallas_kernels._mosaic_tpu.vectors import LANES, SUBLANES, U32, iota, over_segments, take_lanes
 from pallas_kernels.codec.layout import Layout
 
 _WORD = 4  # bytes

@@ -49,10 +49,7 @@ def pack(
 
 
 def unpack(
-    units: Planes,
-    widths: Int32[Array, "count"],
-    starts: Int32[Array, "bits"],
-    first: Index,
+    units: Planes, widths: Int32[Array, "count"], starts: Int32[Array, "bits"], first: Index
 ) -> UInt16[Array, "count 8 32"]:
     """Read the codes that `pack` writes, each row in eighths."""
     # `jax.vmap` computes both branches below with operands that vary as their condition does. A

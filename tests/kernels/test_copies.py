@@ -212,10 +212,7 @@ def test_sources_that_do_not_fit_are_refused():
         ([four, jnp.zeros((1, 5))], r"Source 1 is float32\[1,5\]\. .*\[rows, 4\]"),
         ([four, jnp.zeros(4)], r"Source 1 is float32\[4\]\. .*\[rows, 4\]"),
         ([four, jnp.zeros((2, 4))], r"Source 1 is float32\[2,4\]\. .*the rows and the dtype"),
-        (
-            [four, jnp.zeros((1, 4), jnp.int32)],
-            r"Source 1 is int32.*source 0, .* float32",
-        ),
+        ([four, jnp.zeros((1, 4), jnp.int32)], r"Source 1 is int32.*source 0, .* float32"),
     ):
         with pytest.raises(ValueError, match=message):
             copy(sources, table)

@@ -17,14 +17,7 @@ from dynamiq_jax._measurement.gradients import worker_gradient
 from dynamiq_jax.methods import Axis, Call
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import _native
-from pallas_kernels.codec import (
-    MAX_WIDTH,
-    WIDTHS,
-    Layout,
-    LocalRows,
-    Places,
-    make_places,
-)
+from pallas_kernels.codec import MAX_WIDTH, WIDTHS, Layout, LocalRows, Places, make_places
 from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.differences import compare
 from pallas_kernels.registry import BACKENDS, BASE
@@ -52,8 +45,7 @@ CASES: dict[str, tuple[int, float, Any, Any]] = {
     "widest gaps": (16, 2.9, "nearest", np.float32),
 }
 cases = pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=() if c in list(CASES)[:2] else pytest.mark.slow) for c in CASES],
+    "case", [pytest.param(c, marks=() if c in list(CASES)[:2] else pytest.mark.slow) for c in CASES]
 )
 
 

@@ -63,8 +63,7 @@ def test_a_mean_runs_it_and_has_the_bits_of_the_base_which_can_be_exported():
     "dtype", [jnp.float8_e4m3fn, pytest.param(jnp.float8_e5m2, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(dq.DynamiQ(), marks=pytest.mark.slow, id="dynamiq"), dq.methods.MXFP8()],
+    "method", [pytest.param(dq.DynamiQ(), marks=pytest.mark.slow, id="dynamiq"), dq.methods.MXFP8()]
 )
 def test_a_mean_of_floats_of_8_bits_has_the_bits_of_the_base(dtype, method, monkeypatch):
     """The library loads none, and gets them in float32."""

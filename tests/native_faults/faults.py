@@ -46,15 +46,9 @@ FAULTS = (
     Fault("operations.h", "first_id + static_cast<uint32_t>(place)", "first_id"),
     Fault("operations.h", "table ? table[i] : place", "table ? table[place] : place"),
     Fault("operations.h", "super_scales + 2 * scales_at", "super_scales + 2 * place"),
-    Fault(
-        "operations.h", "  std::memset(end, 0, static_cast<size_t>", "  (void)(static_cast<size_t>"
-    ),
+    Fault("operations.h", "std::memset(end, 0, static_cast<size_t>", "(void)(static_cast<size_t>"),
     # Blocks and threads.
-    Fault(
-        "blocks.h",
-        "std::min(count, (block + 1) * size)",
-        "std::min(count, block * size + size - 1)",
-    ),
+    Fault("blocks.h", "(count, (block + 1) * size)", "(count, block * size + size - 1)"),
     Fault("dispatch.h", "kFlush = 0x8040", "kFlush = 0x0000"),
     # Copies: places, rows, gaps and ends.
     Fault("copies.h", "row * span->to_stride + skipped", "row * span->to_stride"),
@@ -78,11 +72,7 @@ FAULTS = (
     Fault("block_rows.h", "scale > 0 ? 1.0f : 0.5f", "1.0f"),
     Fault("block_rows.h", "most <= 0x7e800000", "most <= 0x7f000000"),
     Fault("block_rows.h", "cut > 0x80 ? cut : 0x80", "cut"),
-    Fault(
-        "block_rows.h",
-        "__builtin_rintf(values[i] * inverse)",
-        "__builtin_floorf(values[i] * inverse + 0.5f)",
-    ),
+    Fault("block_rows.h", "rintf(values[i] * inverse)", "floorf(values[i] * inverse + 0.5f)"),
     Fault("block_rows.h", "return fma(value, scale, sum);", "return sum + value * scale;"),
     Fault("sorting.h", "count, kDigitBits, &starts", "count, kDigitBits - 1, &starts"),
     Fault("sorting.h", "words + array * count", "words + array"),

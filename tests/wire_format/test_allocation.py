@@ -21,10 +21,7 @@ from dynamiq_jax.methods import Call, _dynamiq
 from dynamiq_jax.topologies import Ring
 from pallas_kernels import operations
 from pallas_kernels.codec import WIDTHS, Allocation, allocation
-from pallas_kernels.codec.allocation import (
-    ENERGY_LIMIT,
-    count_by_blocks,
-)
+from pallas_kernels.codec.allocation import ENERGY_LIMIT, count_by_blocks
 from pallas_kernels.codec.levels import distortion
 from tests.support import oracle
 from tests.support.gradients import heavy_tailed, vnmse
