@@ -30,23 +30,15 @@ def lowered(function=spread):
     return new.lower(*values(SPREAD.sources, 16)).as_text()
 
 
-def test_all_segments_are_one_call():
-    assert lowered().count(CALL) == 1
-    assert lowered(jax.grad(lambda *s: sum(map(jnp.sum, spread(*s))), (0, 1, 2))).count(CALL) == 1
-    assert "slice" not in lowered()
-
-
-def test_programs_without_the_library_have_slices(monkeypatch):
-    monkeypatch.setenv(SWITCH, "0")
-    assert CALL not in lowered() and "dynamic_slice" in lowered()
-
-
-def test_a_vector_is_padded_by_one_call(monkeypatch):
+def test_copies_and_paddings_are_one_call_and_slices_without_the_library(monkeypatch):
     def lowered_pad():
         return jax.jit(lambda vector: pad(vector, 1024)).lower(np.zeros(1000)).as_text()
 
+    assert lowered().count(CALL) == 1 and "slice" not in lowered()
+    assert lowered(jax.grad(lambda *s: sum(map(jnp.sum, spread(*s))), (0, 1, 2))).count(CALL) == 1
     assert lowered_pad().count(CALL) == 1 and "stablehlo.pad" not in lowered_pad()
     monkeypatch.setenv(SWITCH, "0")
+    assert CALL not in lowered() and "dynamic_slice" in lowered()
     assert CALL not in lowered_pad() and lowered_pad().count("stablehlo.pad") == 1
 
 
@@ -90,10 +82,10 @@ def test_a_program_that_can_be_exported_still_can():
         np.testing.assert_array_equal(leaf, result)
 
 
-def call(table, rows=2, columns=(4, 4), results=(6,), dtypes=(np.float32, np.float32)):
-    shapes = [jax.ShapeDtypeStruct((rows, n), np.float32) for n in results]
-    sources = [jnp.ones((rows, n), dtype) for n, dtype in zip(columns, dtypes, strict=True)]
-    function = jax.ffi.ffi_call(CALL, shapes)
+def call(table, *sources, result=(2, 6)):
+    """Copy to an array of a shape, from two of ones if no others are given."""
+    sources = sources or (jnp.ones((2, 4)),) * 2
+    function = jax.ffi.ffi_call(CALL, [jax.ShapeDtypeStruct(result, np.float32)])
     return jax.block_until_ready(function(*sources, table=np.array(table, np.int64)))
 
 
@@ -119,21 +111,14 @@ def test_segments_that_leave_their_arrays_are_an_error(table):
 
 
 def test_arrays_that_do_not_fit_are_an_error():
-    of_vector = jax.ffi.ffi_call(CALL, jax.ShapeDtypeStruct((2,), np.float32))
-    segment = [0, 0, 0, 0, 1]
-    for wrong, message in (
-        (lambda: call([0, 0, 0, 0]), "table has 4 numbers, and 5 are a segment"),
-        (
-            lambda: call(segment, dtypes=(np.float32, np.int32)),
-            r"different rows or dtypes: S32\[2, 4\] and F32",
-        ),
-        (
-            lambda: of_vector(jnp.ones(2), table=np.array(segment, np.int64)),
-            r"an array has the shape \[2\], not \[rows, columns\]\. Use",
-        ),
+    segment, other = [0, 0, 0, 0, 1], (jnp.ones((2, 4)), jnp.ones((2, 4), jnp.int32))
+    for table, sources, result, message in (
+        (segment[1:], (), (2, 6), "table has 4 numbers, and 5 are a segment"),
+        (segment, other, (2, 6), r"different rows or dtypes: S32\[2, 4\] and F32"),
+        (segment, (jnp.ones(2),), (2,), r"the shape \[2\], not \[rows, columns\]\. Use"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(wrong())
+            call(table, *sources, result=result)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

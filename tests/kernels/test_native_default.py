@@ -190,6 +190,3 @@ def wrong(operation, change):
 def test_the_check_finds_a_wrong_bit_of_any_operation(operation, change, said):
     assert first_use.difference(NATIVE, BASE) is None
     assert first_use.difference(wrong(operation, change), BASE).startswith(said)
-
-
-# ----------------------------------------------------------------------------------- processes
