@@ -132,7 +132,7 @@ def difference(backend: Backend, base: Backend) -> str | None:
     if backend.rounds_as_base:
         return _difference_from_known(backend)
     trial = small_trial()
-    messages = _sent(trial, base)
+    messages = trial.send(base)
     ours, of_base = (
         _outputs(trial, messages, each, own=backend, is_short=True) for each in (backend, base)
     )
@@ -142,11 +142,6 @@ def difference(backend: Backend, base: Backend) -> str | None:
         if found.differing and not (may_round and found.is_rounding):
             return f"{name}: {found.text}"
     return None
-
-
-def _sent(trial: Trial, backend: Backend) -> Any:
-    """Compute the first messages; the rows are an argument of the program."""
-    return jax.jit(lambda other: dataclasses.replace(trial, other=other).send(backend))(trial.other)
 
 
 def _outputs(
@@ -186,7 +181,7 @@ def _difference_from_known(backend: Backend) -> str | None:
 
 def known_outputs(backend: Backend, trial: Trial, *, own: Backend) -> dict[str, Any]:
     """Compute the outputs of a trial whose first messages are of the same backend."""
-    sent = np.asarray(_sent(trial, backend))
+    sent = np.asarray(trial.send(backend))
     # With other scales, codes without a meaning would decode to something.
     messages = np.stack([without_meaningless(m, trial.layout, trial.widths) for m in sent])
     return {_FIRST: messages, **_outputs(trial, messages, backend, own=own)}

@@ -75,10 +75,14 @@ class Trial:
         nothing: Any = np.zeros((0, self.layout.payload_bytes), np.uint8)
         first: Any = np.int32(0)
 
-        def send_chunk(chunk: Any) -> Any:
-            return backend.hop(nothing, self.other, chunk, first, layout=self.layout)
+        @jax.jit
+        def send_chunks(other: LocalRows, chunks: Any) -> Any:
+            def hop(chunk: Any) -> Any:
+                return backend.hop(nothing, other, chunk, first, layout=self.layout)
 
-        return jax.lax.map(send_chunk, np.arange(self.layout.num_chunks, dtype=np.int32))
+            return jax.lax.map(hop, chunks)
+
+        return send_chunks(self.other, np.arange(self.layout.num_chunks, dtype=np.int32))
 
     def calls(self, messages: Any) -> dict[str, OperationCall]:
         """Return a call of every operation, by name, on messages of all chunks.

@@ -235,8 +235,7 @@ class _CaseRun:
         """Return messages that arrive, by the base."""
         with self._locks[_MESSAGES], jax.default_device(self._device):
             if _MESSAGES not in self._known:
-                sent = jax.jit(lambda: self._trial.send(registry.BASE))()
-                self._known[_MESSAGES] = np.asarray(sent)
+                self._known[_MESSAGES] = np.asarray(self._trial.send(registry.BASE))
             return self._known[_MESSAGES]
 
     def _mode(self) -> contextlib.AbstractContextManager[None]:

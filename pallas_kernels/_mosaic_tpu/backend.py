@@ -79,7 +79,7 @@ def decompress_accumulate(
 ) -> Array:
     """Sum received and local rows."""
     [sums] = _reduce(payloads, local, chunk, 0, layout, "decompress_accumulate")
-    return transfers.as_rows(sums)
+    return sums.reshape(-1, SUPER_GROUP_SIZE)
 
 
 def scaled_sums(
@@ -87,7 +87,7 @@ def scaled_sums(
 ) -> tuple[Array, Array]:
     """Sum received and local rows, and compute a message of the scales of the sums."""
     sums, scales = _reduce(payloads, local, chunk, 0, layout, "scaled_sums")
-    return transfers.as_rows(sums), words.as_message(scales, layout)
+    return sums.reshape(-1, SUPER_GROUP_SIZE), words.as_message(scales, layout)
 
 
 def _reduce(
@@ -130,7 +130,7 @@ def _reduce(
         _for_width(block, of_bits)
         if has_sums:
             if has_message:
-                scales = rows.quantize_scales(layout, memory.values)
+                scales = rows.as_scales(*rows.quantize_scales(layout, memory.values))
                 message.merge_scales(block, scales, made[-1])
             transfers.store_values_in_order(memory.values, made[0])
             used = HALVES * min(layout.rows_per_chunk, PLACES)
@@ -232,7 +232,7 @@ def decompress(
         _memory(layout, F32, 1),
         name="decompress" if table is None else "decompress_sums",
     )
-    return transfers.as_rows(lines)
+    return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
 def _sum(block: Block, step: Array, gathered: GatheredRows, received: int, memory: Memory) -> None:

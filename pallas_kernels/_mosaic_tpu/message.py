@@ -88,7 +88,7 @@ def _first_word(block: Block, bit: int) -> Array:
 
 def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
     """Load the scales of the places from `first` on."""
-    count = _words_of_groups(layout)
+    count = layout.groups // 4  # words of a row
     loaded = words.load(message_ref, _first_group_word(layout, first))
     # Word w of a place is at sublane w of its lane.
     at = places_of_lanes() * count + (iota(0) & (count - 1))
@@ -107,7 +107,7 @@ def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
 
 def find_scales(layout: Layout, places: Array, message_ref) -> Scales:
     """Load the scales of the places of all lanes, int32 [8, 128], repeated in all sublanes."""
-    count = _words_of_groups(layout)
+    count = layout.groups // 4  # words of a row
     groups, supers = layout.group_scales_start // 4, layout.super_scales_start // 4
     wanted = [groups + places * count + word for word in range(count)]
     found = words.find(message_ref, wanted, groups, supers)
@@ -129,7 +129,7 @@ def row_energies(layout: Layout, of_rows: Scales) -> Array:
 def merge_scales(block: Block, of_rows: Scales, message_ref) -> None:
     """Store what `load_scales` loads."""
     layout = block.layout
-    count, used = _words_of_groups(layout), min(layout.rows_per_chunk, PLACES)
+    count, used = layout.groups // 4, min(layout.rows_per_chunk, PLACES)
     shifts = _shifts_of_groups(layout)
     shifted = [group << shift for group, shift in zip(of_rows.groups, shifts, strict=True)]
     at = iota(0) * LANES + iota(1)  # of a word among those of the block
@@ -174,13 +174,8 @@ def _half(word: Array, index: Array) -> Array:
     return (word >> ((index & 1) << 4).astype(U32)) & _HALF
 
 
-def _words_of_groups(layout: Layout) -> int:
-    """Return the words of the group scales of a row."""
-    return layout.groups // 4
-
-
 def _first_group_word(layout: Layout, first: Array) -> Array:
-    return layout.group_scales_start // 4 + first * _words_of_groups(layout)
+    return layout.group_scales_start // 4 + first * (layout.groups // 4)
 
 
 def _first_super_word(layout: Layout, first: Array) -> tuple[Array, Array]:

@@ -74,10 +74,10 @@ def encode(
 ) -> None:
     """Write the scales of a block to a message, and its planes to `planes_ref`."""
     layout, ops = block.layout, _arithmetic()
-    groups, super_bits = _quantize_scales(layout, values_ref)
+    groups, super_bits = quantize_scales(layout, values_ref)
     step = scales.scale_step(super_bits)
     inverses = [scales.reciprocal(group * step, ops) for group in groups]
-    message.merge_scales(block, _as_scales(groups, super_bits), message_ref)
+    message.merge_scales(block, as_scales(groups, super_bits), message_ref)
     ids = (block.chunk * layout.rows_per_chunk + block.places).astype(U32)
     hashes = row_words(ids, turn, seed, layout.quantizer.rounding)
     bits = planes_ref.shape[0]
@@ -100,16 +100,12 @@ def encode(
     planes_ref[0] = jnp.where(block.widths > 0, planes_ref[0], np.uint32(0))
 
 
-def quantize_scales(layout: Layout, values_ref) -> message.Scales:
-    """Compute the scales of a block."""
-    return _as_scales(*_quantize_scales(layout, values_ref))
-
-
-def _as_scales(groups: list[Array], super_bits: Array) -> message.Scales:
+def as_scales(groups: list[Array], super_bits: Array) -> message.Scales:
+    """Convert what `quantize_scales` returns to integers."""
     return message.Scales([group.astype(I32).astype(U32) for group in groups], super_bits)
 
 
-def _quantize_scales(layout: Layout, values_ref) -> tuple[list[Array], Array]:
+def quantize_scales(layout: Layout, values_ref) -> tuple[list[Array], Array]:
     """Return the group scales of every eighth, float32, and the super-scales."""
     maxima = [_group_maxima(values_ref, eighth, layout.group_size) for eighth in range(EIGHTHS)]
     row_maxima = over_segments(functools.reduce(jnp.maximum, maxima), SUBLANES)

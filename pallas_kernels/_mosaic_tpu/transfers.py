@@ -25,7 +25,6 @@ from pallas_kernels._mosaic_tpu.vectors import (
     as_float,
     place_of_lane,
 )
-from pallas_kernels.codec.packing import SUPER_GROUP_SIZE
 
 
 def as_lines(rows: Array) -> Array:
@@ -43,11 +42,6 @@ def as_lines(rows: Array) -> Array:
 def lines_of_row(dtype: DTypeLike) -> int:
     """Return the lines that a row has in memory."""
     return 1 if dtype in (jnp.bfloat16, U32) else HALVES
-
-
-def as_rows(lines: Array) -> Array:
-    """Invert `as_lines`, for float32."""
-    return lines.reshape(-1, SUPER_GROUP_SIZE)
 
 
 def staging(dtype: DTypeLike) -> Any:

@@ -29,7 +29,7 @@ from pallas_kernels._mosaic_tpu.vectors import (
     over_segments,
     take_lanes,
 )
-from pallas_kernels.codec import MAX_WIDTH, SUPER_GROUP_SIZE, Allocation, Layout, l2_norm
+from pallas_kernels.codec import MAX_WIDTH, SUPER_GROUP_SIZE, Layout, l2_norm
 from pallas_kernels.codec.allocation import ENERGY_LIMIT
 
 _BLOCKS_OF_STEP = 8  # of the statistics
@@ -93,31 +93,6 @@ def energies(payloads: Array, *, layout: Layout) -> Array:
     return found.reshape(count, -1)[:, : layout.rows_per_chunk]
 
 
-class _Problem(NamedTuple):
-    """Steps of widths, and the bits that they share."""
-
-    sizes: tuple[int, ...]  # bits of every step
-    needed: tuple[int, ...]  # energy of a row that takes a step, relative to the price
-    least: int  # threshold above which the first step is not raised
-    units: int
-
-    @classmethod
-    def of(cls, allocation: Allocation, units: int) -> "_Problem":
-        sizes = tuple(step.after - step.before for step in allocation.steps)
-        needed = tuple(step.energy for step in allocation.steps)
-        return cls(sizes, needed, 2 * ENERGY_LIMIT if 0 in allocation.widths else 1, units)
-
-    @property
-    def lowest(self) -> int:
-        """A price that is too low."""
-        return -2 * self.needed[-1] - 1
-
-    def thresholds(self, price: Array) -> list[Array]:
-        """Return the energies from which rows take every step."""
-        first, *others = (price + np.int32(needed) for needed in self.needed)
-        return [jnp.minimum(first, np.int32(self.least)), *others]
-
-
 class _Found(NamedTuple):
     """State of the search, of every chunk: float32 but for the price, int32 [8, 128]."""
 
@@ -128,27 +103,32 @@ class _Found(NamedTuple):
 
 def solve(energies: Array, *, layout: Layout) -> Array:
     """Solve for the rows of every plane."""
-    problem = _Problem.of(layout.allocation, layout.units)
+    steps = layout.allocation.steps
+    sizes = [np.float32(step.after - step.before) for step in steps]
+    needed = [np.int32(step.energy) for step in steps]  # by a row, relative to the price
+    # Threshold above which the first step is not raised: only zeros may have no bits.
+    least = np.int32(2 * ENERGY_LIMIT if 0 in layout.allocation.widths else 1)
+    lowest = -2 * int(needed[-1]) - 1  # a price that is too low
+    digits = (ENERGY_LIMIT - lowest).bit_length()
     chunks, rows = energies.shape
     parts = max(part for part in (1, 2, 4, 8) if part * chunks <= SUBLANES or part == 1)
     columns = -(-rows // (parts * _VECTORS_OF_TURN * LANES)) * _VECTORS_OF_TURN * LANES
     groups = -(-chunks * parts // SUBLANES)
     # Nobody else can use what rows of zeros get.
-    energies = jnp.where(energies > 0, energies, np.int32(-problem.needed[-1]))
+    energies = jnp.where(energies > 0, energies, -needed[-1])
     energies = jnp.pad(
         energies, ((0, 0), (0, parts * columns - rows)), constant_values=np.int32(_NO_ROW)
     ).reshape(chunks * parts, columns)
     missing = groups * SUBLANES - chunks * parts
-    sizes = [np.float32(size) for size in problem.sizes]
-    digits = (ENERGY_LIMIT - problem.lowest).bit_length()
     energies = jnp.pad(energies, ((0, missing), (0, 0)), constant_values=np.int32(_NO_ROW))
 
     def kernel(_, energies_ref, result_ref):
         def narrow(index: Array, found: _Found) -> _Found:
             price = found.price + (np.int32(1 << (digits - 1)) >> index)
-            tried = _count(energies_ref, problem.thresholds(price), parts)
+            first, *others = (price + energy for energy in needed)
+            tried = _count(energies_ref, [jnp.minimum(first, least), *others], parts)
             bits = functools.reduce(jnp.add, map(jnp.multiply, tried, sizes))
-            is_low = bits > problem.units
+            is_low = bits > layout.units
             return _Found(
                 jnp.where(is_low, price, found.price),
                 [jnp.where(is_low, *both) for both in zip(tried, found.wider, strict=True)],
@@ -157,11 +137,11 @@ def solve(energies: Array, *, layout: Layout) -> Array:
 
         # At the lowest price, all rows take every step.
         everything = [jnp.full(VECTOR, rows, F32) for _ in sizes]
-        found = _Found(jnp.full(VECTOR, problem.lowest, I32), everything, everything)
+        found = _Found(jnp.full(VECTOR, lowest, I32), everything, everything)
         found = lax.fori_loop(0, digits, narrow, found)
-        of_steps = _share(found, problem)
+        of_steps = _share(found, sizes, layout.units)
         result = jnp.zeros(VECTOR, F32)
-        for step, rows_of_step in zip(layout.allocation.steps, of_steps, strict=True):
+        for step, rows_of_step in zip(steps, of_steps, strict=True):
             for bit in range(step.before, step.after):
                 result = jnp.where(iota(1) == bit, rows_of_step, result)
         result_ref[...] = result.astype(I32)
@@ -200,25 +180,25 @@ def _count(energies_ref, thresholds: list[Array], parts: int) -> list[Array]:
     return [over_segments(total, parts, jnp.add) for total in sums]
 
 
-def _share(found: _Found, problem: _Problem) -> list[Array]:
+def _share(found: _Found, sizes: list[np.float32], units: int) -> list[Array]:
     """Return the rows that take each step: all that can pay, and some at the price below.
 
     What is left then goes to rows that would be wider at the price below.
     """
-    left = jnp.full(VECTOR, problem.units, F32)
-    for rows, size in zip(found.rows, problem.sizes, strict=True):
-        left = left - rows * np.float32(size)
+    left = jnp.full(VECTOR, units, F32)
+    for rows, size in zip(found.rows, sizes, strict=True):
+        left = left - rows * size
     result = []
-    for rows, wider, size in zip(found.rows, found.wider, problem.sizes, strict=True):
+    for rows, wider, size in zip(found.rows, found.wider, sizes, strict=True):
         more = wider - rows
         result.append(rows + jnp.clip(_whole_share(left, size), 0, more))
-        left = left - more * np.float32(size)
+        left = left - more * size
     return result
 
 
-def _whole_share(left: Array, size: int) -> Array:
+def _whole_share(left: Array, size: np.float32) -> Array:
     """Divide whole numbers and round down."""
-    share = jnp.floor(left * np.float32(1 / size))
-    rest = left - share * np.float32(size)
+    share = jnp.floor(left * (np.float32(1) / size))
+    rest = left - share * size
     share = jnp.where(rest < 0, share - 1, share)
     return jnp.where(rest >= size, share + 1, share)
