@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from pallas_kernels import _native, choice, operations
+from pallas_kernels import _native, choice, native_blocks, operations
+from pallas_kernels._native import backend, library
 from pallas_kernels.backend import Backend
 from pallas_kernels.codec import Places, Quantizer
 from pallas_kernels.registry import BACKENDS, BASE
@@ -34,7 +35,8 @@ TRIAL = make_trial(
 LAYOUT, LOCAL = TRIAL.layout, jax.tree.map(jnp.asarray, TRIAL.local)
 hop = functools.partial(operations.hop, layout=LAYOUT, implementation="native")
 NOTHING = np.zeros((0, LAYOUT.payload_bytes), np.uint8)
-FIRST = functools.cache(lambda: TRIAL.send(BACKENDS["native"]))  # a message of each chunk
+NATIVE = BACKENDS["native"]
+FIRST = functools.cache(lambda: TRIAL.send(NATIVE))  # a message of each chunk
 
 
 def sum_of_chunk(chunk) -> np.ndarray:
@@ -140,59 +142,45 @@ def test_a_chunk_or_a_table_that_is_not_there_is_an_error():
         jax.block_until_ready(decompress(table, implementation="native"))
 
 
-# Operands of the calls, in their order, and the shapes of results.
+def custom_calls() -> dict[str, tuple[dict, dict, dict]]:
+    """Return the calls that the library makes: operands and results by number, and attributes."""
+    found = {}
+
+    def record(operation, results, operands, **attributes):
+        made = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), results)
+        outputs = {f"result {n}": array for n, array in enumerate(jax.tree.leaves(made))}
+        found[operation] = dict(enumerate(map(np.asarray, operands))), outputs, attributes
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (backend, native_blocks):
+            patch.setattr(module, "call", record)
+        for call in TRIAL.calls(np.zeros((CHUNKS, LAYOUT.payload_bytes), np.uint8)).values():
+            if not NATIVE.derives(call.operation):
+                call.by(NATIVE)
+        blocks = native_blocks.NativeBlocks(name="e4m3", width=8, rows=ROWS)
+        payloads = np.zeros((CHUNKS, blocks.payload_bytes), np.uint8)
+        blocks.hop(payloads, LOCAL.rows, 0, 0, 0, LOCAL.seed)
+        blocks.accumulate(payloads, LOCAL.rows, 0)
+        blocks.decompress(payloads)
+    return found
+
+
 CHUNKS, ROWS = LAYOUT.num_chunks, LAYOUT.rows_per_chunk
-OF_LAYOUT = {"units": LAYOUT.units, "group_size": LAYOUT.group_size}
-PAYLOADS = np.zeros((CHUNKS, LAYOUT.payload_bytes), np.uint8)
-LEVELS = LAYOUT.quantizer.level_table()[0]
-OF_PLACES = {name: np.asarray(value) for name, value in LOCAL.places._asdict().items()}
-OF_CHUNK = {
-    "payloads": PAYLOADS,
-    "rows": np.asarray(LOCAL.rows),
-    **OF_PLACES,
-    "chunk": np.zeros(1, np.int32),
-    "levels": LEVELS,
-}
-OF_HOP = {"seed": np.zeros(2, np.uint32), "turn": np.zeros(1, np.int32)}
-SUMS, MESSAGE = np.zeros((ROWS, 256), np.float32), PAYLOADS[0]
-TABLE = np.zeros((CHUNKS, ROWS), np.int32)
-CALLS = {
-    "statistics": ({"rows": OF_CHUNK["rows"]}, {"norms": np.zeros(CHUNKS * ROWS, np.float32)}, {}),
-    "hop": (OF_CHUNK | OF_HOP, {"message": MESSAGE}, OF_LAYOUT | {"rounding": 1}),
-    "decompress_accumulate": (OF_CHUNK, {"sums": SUMS}, OF_LAYOUT),
-    "scaled_sums": (OF_CHUNK, {"sums": SUMS, "message": MESSAGE}, OF_LAYOUT),
-    "decompress": (
-        {"payloads": PAYLOADS, **OF_PLACES, "levels": LEVELS, "table": TABLE},
-        {"values": np.zeros((CHUNKS * ROWS, 256), np.float32)},
-        OF_LAYOUT,
-    ),
-    "sort": ({"words": np.zeros((3, 40), np.uint32)}, {"sorted": np.zeros((3, 40), np.uint32)}, {}),
-}
-# Those on formats with one width, here 8 bits and 8 bytes of scales a row.
-OF_BLOCKS = {"format": 0, "width": 8, "rows_of_chunk": ROWS}
-BLOCKS = {
-    "payloads": np.zeros((CHUNKS, ROWS * (256 + 8)), np.uint8),
-    "rows": np.zeros((CHUNKS * ROWS, 256), np.float32),
-    "place": np.zeros(1, np.int32),
-}
-CALLS |= {
-    "block_hop": (
-        BLOCKS | {"chunk": np.zeros(1, np.int32)} | OF_HOP,
-        {"message": BLOCKS["payloads"][0]},
-        OF_BLOCKS | {"is_noisy": 0},
-    ),
-    "block_accumulate": (BLOCKS, {"sums": SUMS}, OF_BLOCKS),
-    "block_decompress": ({"payloads": BLOCKS["payloads"]}, {"values": BLOCKS["rows"]}, OF_BLOCKS),
-}
+CALLS = custom_calls()
+OF_CHUNK = ("hop", "decompress_accumulate", "scaled_sums", "block_hop", "block_accumulate")
+
+
+def test_all_calls_but_those_of_other_files_are_tried():
+    of_others = {"sparse_encode", "sparse_decode", "copies"}
+    assert CALLS.keys() == set(library.CALLS) - of_others
 
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_arrays_of_other_shapes_are_an_error(operation):
     """No memory is read or written that is not theirs, whatever the caller gives."""
-    operands, results, attributes = CALLS[operation]
-    is_free = {("rows", 0)} if operation != "statistics" else set()
-    is_free |= {("payloads", 0)} if not operation.endswith("decompress") else set()
-    assert_shapes_are_checked(operation, operands, results, attributes, is_free)
+    is_free = {(0, 0), (1, 0)} if operation in OF_CHUNK else ()  # any messages, and local rows
+    assert_shapes_are_checked(operation, *CALLS[operation], is_free)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +211,7 @@ def test_attributes_of_other_values_are_an_error(operation, change, message):
 
 def test_rows_of_other_dtypes_are_an_error():
     operands, results, attributes = CALLS["statistics"]
-    narrow = {"rows": operands["rows"].astype(jnp.float8_e5m2)}
+    narrow = {0: operands[0].astype(jnp.float8_e5m2)}
     message = "rows are F8E5M2, not float32, bfloat16 or float16"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         called("statistics", narrow, results, attributes)

@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels._native.library import target
 
-Arrays = Mapping[str, np.ndarray]  # by name, in the order of a call
+Name = str | int
+Arrays = Mapping[Name, np.ndarray]  # by name or number, in the order of a call
 
 
 def called(operation: str, operands: Arrays, results: Arrays, attributes: Mapping[str, int]) -> Any:
@@ -25,7 +26,7 @@ def assert_shapes_are_checked(
     operands: Arrays,
     results: Arrays,
     attributes: Mapping[str, int],
-    is_free: Collection[tuple[str, int]],
+    is_free: Collection[tuple[Name, int]],
 ) -> None:
     """Change each dimension of each array, and one more: the call says which, and what to do.
 
