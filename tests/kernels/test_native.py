@@ -23,6 +23,7 @@ from pallas_kernels.differences import compare
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import HARD
 from tests.support.kernel_cases import small_layout
+from tests.support.native_calls import with_and_without
 
 pytestmark = [
     # The base then rounds products and sums once.
@@ -188,17 +189,12 @@ def test_large_results_have_every_row(method, rows, data_mesh, monkeypatch):
     values = jnp.asarray(worker_gradient(0, 256 * rows, seed=1))
     call = Call(size=values.size, axis=Axis("data", 1), topology=Ring())
     one_device = {"mesh": data_mesh(1), "in_specs": P(), "out_specs": P(), "check_vma": False}
-    found = []
-    for is_native in (True, False):
-        monkeypatch.setenv("DYNAMIQ_NATIVE", str(int(is_native)))
 
-        def decoded(values):
-            codec = method.bind(values, call, jax.random.key(0))
-            return codec.decompress(codec.compress(0, 0)[None])
+    def decoded(values):
+        codec = method.bind(values, call, jax.random.key(0))
+        return codec.decompress(codec.compress(0, 0)[None])
 
-        program = jax.jit(jax.shard_map(decoded, **one_device)).lower(values)
-        assert ("dynamiq_native" in program.as_text()) == is_native
-        found.append(np.asarray(program.compile()(values)))
+    found = with_and_without(monkeypatch, jax.shard_map(decoded, **one_device), values)
     np.testing.assert_array_equal(*found)
     assert 0 < np.linalg.norm(found[0] - values) < 0.2 * np.linalg.norm(values)
 

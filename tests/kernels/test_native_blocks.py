@@ -14,9 +14,10 @@ import dynamiq_jax as dq
 from dynamiq_jax.methods import MXFP4, MXFP6, MXFP8, MXINT8, Axis, BlockInt, Call, RecodedChunks
 from dynamiq_jax.methods._blockwise import NativeChunks
 from dynamiq_jax.topologies import Ring
-from pallas_kernels import _native, choice
+from pallas_kernels import _native
 from pallas_kernels.native_blocks import FORMATS
 from tests.support.gradients import of_workers
+from tests.support.native_calls import with_and_without
 
 pytestmark = [
     # The base then rounds products and sums once.
@@ -173,48 +174,33 @@ def test_collectives_run_it_and_have_the_bits_of_the_method(
         result = collective(gradient[0], "data", compression, key=jax.random.key(1), **kept)
         return result[None] if splits else result
 
+    mapped = jax.shard_map(
+        run,
+        mesh=data_mesh(4),
+        in_specs=P("data"),
+        out_specs=P("data") if splits else P(),
+        check_vma=check_vma,
+    )
     gradients = of_workers(0, 4, 4 * 256 * 20)
-    found = {}
-    for native in (True, False):
-        monkeypatch.setattr(choice, "is_native", lambda native=native: native)
-        mapped = jax.shard_map(
-            lambda gradient: run(gradient),
-            mesh=data_mesh(4),
-            in_specs=P("data"),
-            out_specs=P("data") if splits else P(),
-            check_vma=check_vma,
-        )
-        lowered = jax.jit(mapped).lower(gradients)
-        assert ("dynamiq_native_block" in lowered.as_text()) == native
-        found[native] = np.asarray(lowered.compile()(gradients))
-    assert np.std(found[True]) > 1e-4
-    np.testing.assert_array_equal(found[True], found[False])
+    found = with_and_without(monkeypatch, mapped, gradients, calls="block_")
+    assert np.std(found[0]) > 1e-4
+    np.testing.assert_array_equal(*found)
 
 
 def test_error_feedback_under_vmap_has_the_bits_of_the_method(monkeypatch):
     method = dq.methods.ErrorFeedback(inner=MXFP4())
-    gradients = jnp.asarray(of_workers(1, 2, 256 * 30))
-    found = []
-    for native in (True, False):
-        monkeypatch.setattr(choice, "is_native", lambda native=native: native)
-        optimizer = dq.all_reduce_gradients("data", method=method)
+    optimizer = dq.all_reduce_gradients("data", method=method)
 
-        def steps(gradient, optimizer=optimizer):
-            state = optimizer.init(gradient)
-            first, state = optimizer.update(gradient, state)
-            second, _ = optimizer.update(gradient, state)
-            return first, second
+    def steps(gradient):
+        state = optimizer.init(gradient)
+        first, state = optimizer.update(gradient, state)
+        second, _ = optimizer.update(gradient, state)
+        return first, second
 
-        found.append(jax.jit(jax.vmap(steps, axis_name="data"))(gradients))
-    for ours, base in zip(*found, strict=True):
-        np.testing.assert_array_equal(ours, base)
-    assert (np.asarray(found[0][0]) != np.asarray(found[0][1])).any()
-
-
-def test_without_the_native_codec_the_method_runs(monkeypatch):
-    monkeypatch.setenv("DYNAMIQ_NATIVE", "0")
-    codec = MXFP8().bind(jnp.zeros(SIZE), CALL, jax.random.key(0))
-    assert type(codec) is RecodedChunks
+    mapped, gradients = jax.vmap(steps, axis_name="data"), jnp.asarray(of_workers(1, 2, 256 * 30))
+    ours, base = with_and_without(monkeypatch, mapped, gradients, calls="block_")
+    np.testing.assert_array_equal(ours, base)
+    assert np.any(ours[0] != ours[1])
 
 
 def test_arrays_of_other_shapes_are_refused():

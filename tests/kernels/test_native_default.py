@@ -18,6 +18,7 @@ from pallas_kernels._native.build import SWITCH
 from pallas_kernels.first_use import DIGESTS, KNOWN
 from pallas_kernels.registry import BACKENDS, BASE
 from tests.support.gradients import of_workers
+from tests.support.native_calls import with_and_without
 from tests.support.workers import TWO_WIDTHS
 
 pytestmark = [
@@ -68,16 +69,11 @@ def test_a_mean_runs_it_and_has_the_bits_of_the_base_which_can_be_exported():
 def test_a_mean_of_floats_of_8_bits_has_the_bits_of_the_base(dtype, method, monkeypatch):
     """The library loads none, and gets them in float32."""
     gradients = jnp.asarray(1000 * of_workers(0, 2, 2048)).astype(dtype)
-    found = {}
-    for switch in ("1", "0"):
-        monkeypatch.setenv(SWITCH, switch)
-        of_one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
-        lowered = jax.jit(jax.vmap(of_one, axis_name="data")).lower(gradients)
-        assert (CALL in lowered.as_text()) == (switch == "1")
-        found[switch] = lowered.compile()(gradients)
-    assert found["1"].dtype == dtype
-    assert np.unique(np.asarray(found["1"], np.float32)).size > 20
-    np.testing.assert_array_equal(*(np.asarray(each).view(np.uint8) for each in found.values()))
+    of_one = functools.partial(dq.pmean, axis_name="data", key=jax.random.key(1), method=method)
+    found = with_and_without(monkeypatch, jax.vmap(of_one, axis_name="data"), gradients)
+    assert found[0].dtype == dtype
+    assert np.unique(np.asarray(found[0], np.float32)).size > 20
+    np.testing.assert_array_equal(*(each.view(np.uint8) for each in found))
 
 
 def test_one_line_names_it_in_the_log(monkeypatch, caplog):

@@ -1,12 +1,13 @@
 """Custom calls of the native codec with arrays of any shapes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from pallas_kernels._native.build import SWITCH
 from pallas_kernels._native.library import target
 
 Name = str | int
@@ -19,6 +20,19 @@ def called(operation: str, operands: Arrays, results: Arrays, attributes: Mappin
     run = jax.ffi.ffi_call(target(operation), shapes)
     numbers = {name: np.int64(number) for name, number in attributes.items()}
     return jax.block_until_ready(run(*operands.values(), **numbers))
+
+
+def with_and_without(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *args: Any, calls: str = ""
+) -> list[Any]:
+    """Run a function with the native codec and without it: programs with `calls`, and without."""
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        lowered = jax.jit(lambda *given: function(*given)).lower(*args)  # traced again
+        assert (target(calls) in lowered.as_text()) == (switch == "1")
+        found.append(jax.tree.map(np.asarray, lowered.compile()(*args)))
+    return found
 
 
 def assert_shapes_are_checked(
