@@ -83,17 +83,12 @@ def compress(layout=LAYOUT, dtype="float32", implementation=None):
 
 def test_the_registry_names_every_backend_and_starts_with_the_base():
     assert next(iter(BACKENDS.values())) is BASE
-    assert {name: backend.name for name, backend in BACKENDS.items()} == {n: n for n in BACKENDS}
-    kinds = [type(backend) for backend in BACKENDS.values()]
-    assert len({*kinds}) == len(kinds)
+    assert [backend.name for backend in BACKENDS.values()] == list(BACKENDS)
+    assert len({type(backend) for backend in BACKENDS.values()}) == len(BACKENDS)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_every_backend_has_its_own_operations(name):
-    assert not any(BACKENDS[name].derives(operation) for operation in OWN)
-
-
-def test_a_backend_without_one_of_them_cannot_be_made():
+def test_a_backend_without_one_of_its_own_operations_cannot_be_made():
+    """So that those in the registry have all of them."""
     whole = {operation.__name__: operation for operation in OWN} | {"why_not_here": lambda _: None}
     for missing in whole:
         parts = {name: part for name, part in whole.items() if name != missing}

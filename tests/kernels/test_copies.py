@@ -17,17 +17,13 @@ from pallas_kernels.copies import Segment, Table, copy, pad, slices
 DTYPES = (np.bool_, np.uint8, jnp.bfloat16, np.float32, np.complex64)
 
 
-def without_calls(monkeypatch):
-    monkeypatch.setattr(compat, "may_hold_custom_calls", lambda context: False)
-
-
 @pytest.fixture(params=["call", "shared kernels", "fusible", "static"])
 def way(request, monkeypatch):
     """A function like `copy`, for each way in which it runs on CPUs."""
     if request.param == "call" and (reason := _native.why_not()):
         pytest.skip(reason)
     if request.param == "shared kernels":
-        without_calls(monkeypatch)
+        monkeypatch.setattr(compat, "may_hold_custom_calls", lambda context: False)
     return {
         "fusible": lambda sources, table: copy(sources, table, fusible=True),
         "static": slices,

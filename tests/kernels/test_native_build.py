@@ -30,7 +30,9 @@ compiled = pytest.mark.skipif(not library.PATH.exists(), reason="no native codec
 
 
 @compiled
-def test_a_library_of_other_sources_has_a_reason(fresh, monkeypatch):
+def test_sources_that_are_others_or_not_there_are_a_reason(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert f"does not load: there are no sources in {tmp_path}" in fresh()
     monkeypatch.setattr(library, "sources_digest", lambda: "0" * 16)
     assert "was compiled from other sources: install the package again" in fresh()
 
@@ -48,12 +50,6 @@ def test_every_file_of_the_sources_changes_their_digest(tmp_path, monkeypatch):
     (sources / ".DS_Store").write_bytes(b"of a desktop")
     (sources / ".idea").mkdir()
     assert build.sources_digest() == digests[-1]
-
-
-@compiled
-def test_sources_that_are_not_there_are_a_reason(fresh, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    assert f"does not load: there are no sources in {tmp_path}" in fresh()
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,8 @@ def looked_up(table, *words):
     result = np.zeros_like(words[0])
     for case in range(8):
         if table >> case & 1:
-            bits = [
-                word if case >> n & 1 else ~word for n, word in zip((2, 1, 0), words, strict=True)
-            ]
-            result |= bits[0] & bits[1] & bits[2]
+            bits = zip((2, 1, 0), words, strict=True)
+            result |= np.bitwise_and.reduce([w if case >> n & 1 else ~w for n, w in bits])
     return result
 
 
