@@ -4,7 +4,6 @@ Nothing here needs a GPU or a TPU. Interpreted kernels run the same body that is
 Nearly all of the time goes to compiling them.
 """
 
-import dataclasses
 import functools
 import importlib
 
@@ -202,9 +201,7 @@ def some_energies(draw, chunks: int, rows: int):
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_widths_of_any_energies_are_those_of_the_base(chunks, rows, widths, bits, data):
-    layout = dataclasses.replace(
-        small_layout(rows, widths, bits), num_chunks=chunks, size=rows * 256 * chunks
-    )
+    layout = small_layout(rows, widths, bits, chunks)
     ours, expected = both(operations.solve, data.draw(some_energies(chunks, rows)), layout=layout)
     np.testing.assert_array_equal(ours, expected)
     assert np.all(ours.sum(axis=1) <= layout.units)

@@ -20,6 +20,7 @@ from pallas_kernels.codec import Places, Quantizer
 from pallas_kernels.registry import BACKENDS, BASE
 from pallas_kernels.trial import make_trial
 from tests.support.gradients import of_workers
+from tests.support.kernel_cases import QUANTIZER
 from tests.support.native_calls import assert_shapes_are_checked, called
 from tests.support.workers import TWO_WIDTHS
 
@@ -28,10 +29,7 @@ pytestmark = [
     pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not())),
 ]
 
-TRIAL = make_trial(
-    Quantizer(group_size=32, spacing="quadratic", gap_ratio=2.7, rounding="correlated"),
-    [0, *range(2, 17)] * 12,  # more than one block of rows
-)
+TRIAL = make_trial(Quantizer(**QUANTIZER), [0, *range(2, 17)] * 12)  # more than one block of rows
 LAYOUT, LOCAL = TRIAL.layout, jax.tree.map(jnp.asarray, TRIAL.local)
 hop = functools.partial(operations.hop, layout=LAYOUT, implementation="native")
 NOTHING = np.zeros((0, LAYOUT.payload_bytes), np.uint8)

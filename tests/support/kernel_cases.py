@@ -14,12 +14,16 @@ QUANTIZER = {"group_size": 32, "spacing": "quadratic", "gap_ratio": 2.7, "roundi
 
 
 def small_layout(
-    rows: int, widths: tuple[int, ...] = (0, 2, 4, 5, 8), bits: float = 4.3, **changes
+    rows: int,
+    widths: tuple[int, ...] = (0, 2, 4, 5, 8),
+    bits: float = 4.3,
+    num_chunks: int = 2,
+    **changes,
 ) -> Layout:
-    """Layout of two chunks of `rows` rows with codes of `bits` bits."""
+    """Layout of chunks of `rows` rows with codes of `bits` bits."""
     return Layout(
-        size=2 * rows * 256,
-        num_chunks=2,
+        size=num_chunks * rows * 256,
+        num_chunks=num_chunks,
         code_bits=bits,
         allocation=Allocation(widths, 1.0),
         quantizer=Quantizer(**{**QUANTIZER, **changes}),

@@ -19,18 +19,10 @@ from dynamiq_jax.methods._dynamiq import combine_norms
 from dynamiq_jax.methods._dynamiq_codec import DynamiQChunks
 from dynamiq_jax.topologies import AllToAll, Ring
 from pallas_kernels import operations, row_blocks
-from pallas_kernels.codec import (
-    WIDTHS,
-    Allocation,
-    Layout,
-    LocalRows,
-    Places,
-    Quantizer,
-    make_places,
-    place_rows,
-)
+from pallas_kernels.codec import WIDTHS, Layout, LocalRows, Places, make_places, place_rows
 from tests.support import oracle
 from tests.support.gradients import of_workers, vnmse
+from tests.support.kernel_cases import small_layout
 from tests.support.workers import TWO_WIDTHS
 
 FEW_WIDTHS = (8, 5, 2)
@@ -49,17 +41,12 @@ class Codec(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        rounding, (spacing, gap_ratio) = self.rounding, self.spacing
-        return Layout(
-            size=256 * NUM_CHUNKS * ROWS_PER_WIDTH * len(self.widths),
-            num_chunks=NUM_CHUNKS,
-            # One unit for each chunk is left over, and has to be zeros.
-            code_bits=float(np.mean(self.widths)) + 1 / (ROWS_PER_WIDTH * len(self.widths)),
-            allocation=Allocation(tuple(sorted(self.widths)), 1.0),
-            quantizer=Quantizer(
-                group_size=self.group_size, spacing=spacing, gap_ratio=gap_ratio, rounding=rounding
-            ),
-        )
+        rows, (spacing, gap_ratio) = ROWS_PER_WIDTH * len(self.widths), self.spacing
+        # One unit for each chunk is left over, and has to be zeros.
+        bits = float(np.mean(self.widths)) + 1 / rows
+        quantizer = {"group_size": self.group_size, "rounding": self.rounding, "spacing": spacing}
+        widths = tuple(sorted(self.widths))
+        return small_layout(rows, widths, bits, NUM_CHUNKS, gap_ratio=gap_ratio, **quantizer)
 
     @property
     def row_widths(self) -> np.ndarray:

@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 
 import dynamiq_jax as dq
 from pallas_kernels import message_types
-from pallas_kernels.codec import Layout
 from tests.support import oracle
 from tests.support.kernel_cases import small_layout
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-def layout_of(rows: int, code_bits: float, group_size: int = 32) -> Layout:
-    """Layout of two chunks of `rows` rows."""
-    quantizer = {"group_size": group_size, "spacing": "geometric", "gap_ratio": 2.0}
-    return small_layout(rows, (2, 4, 8), code_bits, **quantizer)
 
 
 @given(size=st.integers(1, 1 << 21), num_workers=st.integers(1, 9), bits=st.floats(2.375, 16))
@@ -47,7 +40,7 @@ def test_whole_units_are_not_lost_to_rounding():
 @settings(max_examples=3)
 @given(seed=seeds)
 def test_sections_are_those_of_the_oracle(group_size, seed):
-    layout, rng = layout_of(35, 4.3, group_size), np.random.default_rng(seed)
+    layout, rng = small_layout(35, (2, 4, 8), group_size=group_size), np.random.default_rng(seed)
     rows, units = layout.rows_per_chunk, layout.units
     widths = np.sort(rng.choice((2, 4), rows))[::-1]
 

@@ -1,14 +1,12 @@
 """Rows to places: a permutation that deals the rows to the chunks, and favors large norms."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.codec import Layout, ordering
+from pallas_kernels.codec import ordering
 from tests.support import oracle
 from tests.support.kernel_cases import small_layout
 
@@ -16,23 +14,16 @@ place_rows = jax.jit(ordering.place_rows, static_argnums=1, static_argnames="con
 seeds = st.integers(0, 2**32 - 1)
 ALL = tuple(range(2, 17))
 layouts = pytest.mark.parametrize(
-    ("num_chunks", "rows", "code_bits", "widths"),
+    ("rows", "widths", "bits", "num_chunks"),
     (
-        (1, 10, 8.0, (8,)),
-        (2, 33, 4.7, ALL),
-        (4, 50, 3.1, (0, 4, 6, 16)),
-        (8, 64, 4.6, (2, 4, 8)),
-        (5, 7, 2.5, ALL),
-        (6, 1, 4.6, ALL),
+        (10, (8,), 8.0, 1),
+        (33, ALL, 4.7, 2),
+        (50, (0, 4, 6, 16), 3.1, 4),
+        (64, (2, 4, 8), 4.6, 8),
+        (7, ALL, 2.5, 5),
+        (1, ALL, 4.6, 6),
     ),
 )
-
-
-def layout_of(num_chunks, rows, code_bits, widths) -> Layout:
-    """Layout of a bucket that fills its chunks of `rows` rows."""
-    size = 256 * num_chunks * rows
-    layout = small_layout(rows, widths, code_bits)
-    return dataclasses.replace(layout, size=size, num_chunks=num_chunks)
 
 
 def random_norms(seed: int, count: int) -> np.ndarray:
@@ -47,16 +38,16 @@ def random_norms(seed: int, count: int) -> np.ndarray:
 @pytest.mark.sampled(2)
 @layouts
 @given(seed=seeds)
-def test_places_are_those_of_the_oracle(num_chunks, rows, code_bits, widths, seed):
-    layout = layout_of(num_chunks, rows, code_bits, widths)
-    bits = random_norms(seed, layout.num_rows)
+def test_places_are_those_of_the_oracle(rows, widths, bits, num_chunks, seed):
+    layout = small_layout(rows, widths, bits, num_chunks)
+    norms = random_norms(seed, layout.num_rows)
     for consecutive in (False, True):
-        places = place_rows(bits, layout, consecutive=consecutive)
+        places = place_rows(norms, layout, consecutive=consecutive)
         table = oracle.consecutive_table if consecutive else oracle.row_table
-        expected = table(bits, num_chunks)
+        expected = table(norms, num_chunks)
         np.testing.assert_array_equal(places.order, expected)
         for of_chunk, found, starts in zip(expected, places.widths, places.starts, strict=True):
-            energies = oracle.energies_of_norms(bits[of_chunk])
+            energies = oracle.energies_of_norms(norms[of_chunk])
             solved = oracle.solve_widths(energies, layout.units, widths, 1.0)
             np.testing.assert_array_equal(found, solved)
             # Planes start where those before end.
@@ -66,14 +57,14 @@ def test_places_are_those_of_the_oracle(num_chunks, rows, code_bits, widths, see
 
 
 def test_the_places_of_a_chunk_are_its_part():
-    layout = layout_of(3, 10, 4.6, ALL)
+    layout = small_layout(10, ALL, 4.6, 3)
     places = place_rows(random_norms(0, layout.num_rows), layout)
     for part, whole in zip(places.at(1), places, strict=True):
         np.testing.assert_array_equal(part, whole[1])
 
 
 def test_a_row_without_a_usual_norm_is_the_last_that_is_not_zero():
-    layout = layout_of(1, 7, 4.7, ALL)
+    layout = small_layout(7, ALL, 4.7, 1)
     nan, zero, subnormal, largest = oracle.BF16_NAN, 0, 1, 0x7E80  # 2^126
     bits = np.array([nan, 0x0080, zero, largest + 1, subnormal, 0x3F80, largest], np.uint16)
     places = place_rows(bits, layout)
