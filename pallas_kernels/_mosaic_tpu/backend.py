@@ -317,7 +317,7 @@ def _memory(layout: Layout, dtype: Any, received: int) -> Memory:
         transfers.staging(dtype),
         pltpu.VMEM((SUPER_GROUP_SIZE, LANES), F32),
         pltpu.VMEM((_bits(layout)[-1], *VECTOR), U32),
-        words.memory(layout, max(received, 1)) if received else pltpu.VMEM((1, *VECTOR), U32),
+        words.memory(layout, received) if received else pltpu.VMEM((1, *VECTOR), U32),
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA,
     )

@@ -46,7 +46,8 @@ class Triton(GpuBackend):
             norms_ref[row] = unit * jnp.sqrt(squares)
 
         shape = shape_like((num_rows,), jnp.float32, rows_of_bucket)
-        return launch(kernel, (config.programs(num_rows),), config, [rows_of_bucket], shape)
+        grid = (pl.cdiv(num_rows, config.rows),)
+        return launch(kernel, grid, config, [rows_of_bucket], shape)
 
     @override
     def hop(

@@ -41,10 +41,6 @@ class LaunchConfig(NamedTuple):
     rows: int = 16
     warps: int = 4
 
-    def programs(self, rows: int) -> int:
-        """Return the number of programs that cover `rows` rows; the last one may overhang."""
-        return -(-rows // self.rows)
-
 
 def launch(
     kernel: Callable,
@@ -160,7 +156,9 @@ def for_each_block(
 
         lax.fori_loop(narrowest, widest + 1, handle, None)
 
-    grid = (config.programs(layout.rows_per_chunk), layout.num_chunks if of_chunk is None else 1)
+    # The last program may overhang.
+    programs = pl.cdiv(layout.rows_per_chunk, config.rows)
+    grid = (programs, layout.num_chunks if of_chunk is None else 1)
     tables = [0 if of_chunk is None else of_chunk, order, widths, starts, numbers]
     return launch(body, grid, config, [*tables, *others], out_shape)
 
