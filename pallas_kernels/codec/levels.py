@@ -164,8 +164,7 @@ def round_to_level(
     Rounds up with the probability that makes the result unbiased when `offset` is uniform in
     [0, 1): code = r + (offset * (f(r+1) - f(r)) < t - f(r)).
     """
-    # The largest code is also the mask of a magnitude.
-    return level_bits(t, offset, levels, ops) & float_to_code(jnp.asarray(levels.top))
+    return level_bits(t, offset, levels, ops) & top_code(levels)
 
 
 def level_bits(
@@ -184,6 +183,11 @@ def scale_gaps(levels: Levels, factor: np.float32) -> Levels:
     """Multiply the gaps by a power of two, for offsets that are divided by it."""
     names = [name for name in ("first_gap", "growth") if factor != 1 and name in levels._fields]
     return levels._replace(**{name: getattr(levels, name) * factor for name in names})
+
+
+def top_code(levels: Levels) -> Array:
+    """Return L as uint32, which is also the mask of a magnitude."""
+    return float_to_code(jnp.asarray(levels.top))
 
 
 def num_levels(width: int) -> int:

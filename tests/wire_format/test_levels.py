@@ -59,8 +59,8 @@ def test_positions_are_those_of_the_formula(spacing):
         assert relative_error(width, spacing) < PRECISION, width
         assert np.all(np.diff(all_levels(width, spacing)) > 0), width
         # The largest code is the mask of magnitudes.
-        top = levels.make_levels(width, *spacing).top
-        assert top == levels.num_levels(width) == 2 ** (width - 1) - 1, width
+        top = levels.top_code(levels.make_levels(width, *spacing))
+        assert int(top) == levels.num_levels(width) == 2 ** (width - 1) - 1, width
 
 
 def test_uniform_levels_do_not_depend_on_the_spacing():
