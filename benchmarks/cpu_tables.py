@@ -73,10 +73,7 @@ _TRAINING = "training.time_to_accuracy"
 STEPS = (
     TableSource("native", "speed.native", 2, tiny=("--size", "1048576", "--repeats", "2")),
     TableSource(
-        "codec",
-        "speed.codec",
-        4,
-        tiny=("--sizes", "1048576", "--bits", "5", "--repeats", "2"),
+        "codec", "speed.codec", 4, tiny=("--sizes", "1048576", "--bits", "5", "--repeats", "2")
     ),
     TableSource(
         "memory",

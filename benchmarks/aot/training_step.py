@@ -20,13 +20,7 @@ from benchmarks.aot.transfers import transfers_of
 from benchmarks.error.plain_tables import print_table
 from benchmarks.gpu import h200_model as h200
 
-TOPOLOGIES = (
-    "exact",
-    "ring",
-    "ring:unroll=True",
-    "butterfly",
-    "all_to_all",
-)
+TOPOLOGIES = ("exact", "ring", "ring:unroll=True", "butterfly", "all_to_all")
 
 # Each layer has four matrices: eight matmuls in its backward pass.
 _LAYERS, _MATRICES, _WIDTH, _ROWS = 4, 4, 2048, 8192

@@ -156,9 +156,7 @@ def costs(config: Config) -> dict[str, float]:
 def hostile_run(config: Config) -> dict[str, Any]:
     """Return errors and fallbacks of every step of a run whose gradients turn hostile."""
     reduce = dq.all_reduce_gradients(
-        _AXIS,
-        method=dq.Compression("dynamiq:4", max_error=config.limit),
-        with_metrics=True,
+        _AXIS, method=dq.Compression("dynamiq:4", max_error=config.limit), with_metrics=True
     )
     unlimited = mean_of("dynamiq:4")
     size, workers = 2**18, 4

@@ -127,11 +127,7 @@ class Task:
                 jobs[KILLED] = _start(path, KILLED)
                 _wait_for_join(config["folder"], jobs)
             codes = [job.wait() for job in jobs]
-            return {
-                "kills": killed,
-                "exit_codes": codes,
-                **self._outcome(config, path),
-            }
+            return {"kills": killed, "exit_codes": codes, **self._outcome(config, path)}
 
     def _outcome(self, config: dict[str, Any], path: Path) -> dict[str, Any]:
         observer = islands_of(config, "observer")

@@ -159,11 +159,7 @@ def simulate(config: Config) -> list[dict[str, Any]]:
         network = Network(gbit_per_s=gbit, latency_us=20.0)
         for workers in (8, 64, 512, 8192):
             plain = predict_exact(
-                config.coordinates,
-                workers,
-                network=network,
-                codec=SUM_SPEEDS["gpu"],
-                item_bytes=2,
+                config.coordinates, workers, network=network, codec=SUM_SPEEDS["gpu"], item_bytes=2
             )
             for name, topology in TOPOLOGIES.items():
                 size, axis = config.coordinates, Axis("", workers)
@@ -202,10 +198,7 @@ def simulation_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         line = lines.setdefault((row["gbit_per_s"], row["topology"]), {})
         line[row["workers"]] = row["speedup_over_bf16_psum"]
-    columns = [
-        Column("link", (0, 0), "{} Gbit/s"),
-        Column("topology", (0, 1)),
-    ]
+    columns = [Column("link", (0, 0), "{} Gbit/s"), Column("topology", (0, 1))]
     columns += [
         Column(f"{n} workers", (1, n), "{:.2f}") for n in sorted({row["workers"] for row in rows})
     ]

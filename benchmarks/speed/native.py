@@ -108,8 +108,7 @@ def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str,
         static = {} if name == "statistics" else {"layout": layout}
         calls = {
             backend: functools.partial(
-                jax.jit(functools.partial(operation, implementation=backend, **static)),
-                *arguments,
+                jax.jit(functools.partial(operation, implementation=backend, **static)), *arguments
             )
             for backend in BACKENDS
         }

@@ -62,10 +62,7 @@ def wrap_step(trainer: Any, wrap: Wrap, kind: Any) -> list[float]:
 
     train_step, eval_step = trainer.jit_train_and_eval_step()
     step = wrap(
-        train_step.func,
-        "data",
-        mesh=workers(),
-        parameters=lambda model, *_: nnx.state(model, kind),
+        train_step.func, "data", mesh=workers(), parameters=lambda model, *_: nnx.state(model, kind)
     )
     losses = []
 

@@ -38,8 +38,7 @@ def test_the_table_of_parts_is_complete():
 
 
 @pytest.mark.parametrize(
-    "page",
-    [p for p in PAGES if p.startswith("docs/research/") and not p.endswith("index.md")],
+    "page", [p for p in PAGES if p.startswith("docs/research/") and not p.endswith("index.md")]
 )
 def test_the_page_of_a_system_opens_with_its_level(page):
     opening = "\n".join(PAGES[page].splitlines()[:4])

@@ -51,8 +51,7 @@ def test_nothing_is_gained_on_nvlink():
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology"),
-    [("tpu_v5e", "v5e:2x4"), ("tpu_v5p", "v5p:2x2x2"), ("tpu_v6e", "v6e:2x4")],
+    ("kind", "topology"), [("tpu_v5e", "v5e:2x4"), ("tpu_v5p", "v5p:2x2x2"), ("tpu_v6e", "v6e:2x4")]
 )
 def test_speeds_of_tpus_are_about_those_of_the_schedules(kind, topology):
     """A ring of 8 chips with 8 Mi coordinates, and two slices of 8 chips with 1 Mi on each."""

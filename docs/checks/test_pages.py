@@ -26,14 +26,7 @@ from dynamiq_jax.topologies import TOPOLOGIES
 
 NOTEBOOK = "examples/first_compressed_step"
 OTHERS = {f"{NOTEBOOK}.ipynb", "benchmarks/README.md"}  # pages that are neither there nor in docs/
-COMMANDS = (
-    "bench",
-    "advise",
-    "compare",
-    "doctor",
-    "verify",
-    "islands",
-)
+COMMANDS = ("bench", "advise", "compare", "doctor", "verify", "islands")
 
 
 def shell_lines() -> list[tuple[str, list[str]]]:

@@ -1,11 +1,6 @@
 """Table of the page on which method to take, from result files and the cost model of `advise`."""
 
-from docs.scripts.advised import (
-    between_slices,
-    break_even_gbit,
-    gain_of_a_step,
-    gain_on_pcie,
-)
+from docs.scripts.advised import between_slices, break_even_gbit, gain_of_a_step, gain_on_pcie
 from docs.scripts.real_lm_tables import rows_of
 from docs.scripts.result_files import exponent, markdown, results_of
 from dynamiq_jax._prediction.device_speeds import PCIE_LINKS, TPU_LINKS, DeviceKind

@@ -76,10 +76,7 @@ def by_workers() -> str:
     """Write errors on a ring of more and more workers: paper_tables_real_lm.json and
     paper_tables.json.
     """
-    names = {
-        "default": "`DynamiQ`",
-        "MXFP8": "MXFP8",
-    }
+    names = {"default": "`DynamiQ`", "MXFP8": "MXFP8"}
     errors: dict[tuple[str, str], dict[int, float]] = {}
     for row in (*results_of("paper_tables_real_lm"), *results_of("paper_tables")):
         if row["table"].startswith("Workers"):

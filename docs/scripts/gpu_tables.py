@@ -85,8 +85,4 @@ def gpu_checks() -> str:
     return markdown([*header, "by more", "bytes that differ by more"], rows)
 
 
-ALL = (
-    gpu_kernels,
-    gpu_kernels_h100,
-    gpu_checks,
-)
+ALL = (gpu_kernels, gpu_kernels_h100, gpu_checks)

@@ -111,9 +111,4 @@ def _errors(**chosen: Any) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["text"], row["step"]): row for row in _rows(seed=0, **chosen)}
 
 
-ALL = (
-    changed_numbers,
-    real_lm_errors,
-    real_lm_policies,
-    real_lm_topologies,
-)
+ALL = (changed_numbers, real_lm_errors, real_lm_policies, real_lm_topologies)

@@ -41,7 +41,4 @@ def real_error() -> str:
     )
 
 
-ALL = (
-    opening,
-    real_error,
-)
+ALL = (opening, real_error)

@@ -167,9 +167,7 @@ def headline() -> str:
 
 
 def _times(
-    settings: Iterable[str],
-    others: Iterable[str],
-    rates: Iterable[float] = (100e6, 200e6, 1000e6),
+    settings: Iterable[str], others: Iterable[str], rates: Iterable[float] = (100e6, 200e6, 1000e6)
 ) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of seconds to the 99 % target, with speed-ups over other settings."""
     links = results_of("time_to_accuracy")["links"]

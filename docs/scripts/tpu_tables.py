@@ -62,8 +62,4 @@ def tpu_sums() -> str:
     return markdown(["sum", "slices", "coordinates", *_GENERATIONS], rows)
 
 
-ALL = (
-    tpu_kernels,
-    tpu_slices,
-    tpu_sums,
-)
+ALL = (tpu_kernels, tpu_slices, tpu_sums)

@@ -229,10 +229,7 @@ def scattered() -> str:
     budgets = sorted({row["bits"] for row in results_of("research/halves")})
     tensors = ("equal rows", "four regions", "language model", "transformer gradient 100")
     rows = [
-        [
-            tensor,
-            *(f"{min(found[tensor, n]):.2f} to {max(found[tensor, n]):.2f}" for n in workers),
-        ]
+        [tensor, *(f"{min(found[tensor, n]):.2f} to {max(found[tensor, n]):.2f}" for n in workers)]
         for tensor in dict.fromkeys(tensor for tensor, _ in found)
         if tensor.removesuffix(", leaves") in tensors
     ]

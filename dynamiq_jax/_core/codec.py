@@ -47,8 +47,7 @@ class WireCost:
     def __add__(self, other: "WireCost") -> "WireCost":
         """Return the bytes of two buckets that travel in the same turns."""
         return WireCost(
-            self.payload_bytes + other.payload_bytes,
-            self.statistics_bytes + other.statistics_bytes,
+            self.payload_bytes + other.payload_bytes, self.statistics_bytes + other.statistics_bytes
         )
 
 

@@ -213,9 +213,7 @@ def _of_a_part(question: Question, parts: int) -> tuple[int, int, Network]:
     """
     whole = question.network
     network = dataclasses.replace(
-        whole,
-        gbit_per_s=whole.gbit_per_s / parts,
-        devices_per_host=whole.devices_per_host // parts,
+        whole, gbit_per_s=whole.gbit_per_s / parts, devices_per_host=whole.devices_per_host // parts
     )
     return -(-question.size // parts), question.workers // parts, network
 

@@ -229,8 +229,7 @@ def _make_jit(equation: Equation, bodies: Bodies, key: Key, values: Values) -> V
 _KINDS: dict[
     str,
     tuple[
-        Callable[[Equation], list[StepProgram]],
-        Callable[[Equation, Bodies, Key, Values], Values],
+        Callable[[Equation], list[StepProgram]], Callable[[Equation, Bodies, Key, Values], Values]
     ],
 ] = {
     "shard_map": (_map_parts, _make_map),

@@ -26,12 +26,7 @@ from dynamiq_jax._rewriting.kinds import (
     size,
 )
 from dynamiq_jax._rewriting.nodes import Node, StepProgram
-from dynamiq_jax._rewriting.sums import (
-    Differentiation,
-    as_written,
-    differentiation_of,
-    over_axes,
-)
+from dynamiq_jax._rewriting.sums import Differentiation, as_written, differentiation_of, over_axes
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 

@@ -66,12 +66,7 @@ def run_plan(
 
 
 def _run_on_devices(
-    plan: Plan,
-    leaves: Sequence[Array],
-    key: Array,
-    states: NamedStates | None,
-    *,
-    sampled: bool,
+    plan: Plan, leaves: Sequence[Array], key: Array, states: NamedStates | None, *, sampled: bool
 ) -> Outcome:
     """Run a plan where all axes that split leaves are manual.
 

@@ -63,8 +63,7 @@ def of_first_step(plan: Plan) -> States:
     """Return first states of one device, marked like those after the first step."""
     return tuple(
         compat.vary_over(
-            bucket.method.init_state(bucket.call),
-            (*plan.collective.axes.names, *bucket.split_over),
+            bucket.method.init_state(bucket.call), (*plan.collective.axes.names, *bucket.split_over)
         )
         for bucket in plan.buckets
     )

@@ -45,12 +45,7 @@ class _OneMessage(AllGather):
 _COLLECTIVE = _OneMessage(Axes(Axis("message", 2)))
 
 
-def encode(
-    tree: Any,
-    method: Choice = Compression(),
-    *,
-    key: Array | None = None,
-) -> Message:
+def encode(tree: Any, method: Choice = Compression(), *, key: Array | None = None) -> Message:
     """Encode a tree as a message, which can leave the program.
 
     Its body has the bytes that a worker sends in `all_gather` of its tree to one other worker. Its

@@ -23,15 +23,7 @@ from jax import Array
 import dynamiq_jax as dq
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from dynamiq_jax.methods import (
-    Call,
-    ErrorFeedback,
-    Exact,
-    Method,
-    Reduced,
-    State,
-    WireCost,
-)
+from dynamiq_jax.methods import Call, ErrorFeedback, Exact, Method, Reduced, State, WireCost
 from dynamiq_research import EF21M, ARCTopK, TopKChunked
 from dynamiq_research.ef21m import sums_applied
 from pallas_kernels._jax.compat import override

@@ -189,10 +189,7 @@ class Peers:
     def _compiled(self, function: Callable[..., Any], num_arguments: int) -> Any:
         own = P(self.axes)
         mapped = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=(*[own] * num_arguments, P()),
-            out_specs=own,
+            function, mesh=self.mesh, in_specs=(*[own] * num_arguments, P()), out_specs=own
         )
         return jax.jit(mapped, donate_argnums=0)
 
@@ -211,9 +208,7 @@ class MoshpitBench:
         """Return peers whose learning rate decays over some steps."""
         config = self.config
         mesh = jax.make_mesh(
-            config.grid,
-            AXES[: len(config.grid)],
-            axis_types=(AxisType.Auto,) * len(config.grid),
+            config.grid, AXES[: len(config.grid)], axis_types=(AxisType.Auto,) * len(config.grid)
         )
         optimizer = make_optimizer(config.learning_rate, steps)
         return Peers(mesh, jax.grad(loss_of(self.structure)), optimizer)

@@ -143,9 +143,7 @@ def main(config: Config) -> Report:
         size = stacked.shape[1]
         if not cases:
             call = Call(
-                size=size,
-                axis=Axis(_AXIS, config.workers),
-                topology=resolve_topology("all_to_all"),
+                size=size, axis=Axis(_AXIS, config.workers), topology=resolve_topology("all_to_all")
             )
             for bits in config.bits:
                 made = reductions(bits, call)

@@ -33,23 +33,13 @@ from dynamiq_research.drop_compute import (
 from dynamiq_research.ef21m import EF21M
 from dynamiq_research.entropy_coded import EntropyCoded
 from dynamiq_research.flash_communication import FlashCommunication
-from dynamiq_research.flower import (
-    flower_arrays,
-    flower_reference,
-    flower_reply,
-    flower_strategy,
-)
+from dynamiq_research.flower import flower_arrays, flower_reference, flower_reply, flower_strategy
 from dynamiq_research.global_compensation import GlobalCompensation
 from dynamiq_research.marsit import Marsit
 from dynamiq_research.moshpit import moshpit_mean, moshpit_variance
 from dynamiq_research.omnireduce import OmniReduce
 from dynamiq_research.packet_loss import LossyChannel, LossyCollectives, drift, expected_drift
-from dynamiq_research.pipelined import (
-    Pipelined,
-    PipelinedReport,
-    PipelinedState,
-    PipelinedUpdate,
-)
+from dynamiq_research.pipelined import Pipelined, PipelinedReport, PipelinedState, PipelinedUpdate
 from dynamiq_research.powersgd import PowerSGD
 from dynamiq_research.single_coordinates import RandK, TopK
 from dynamiq_research.split_sketch import SplitSketch

@@ -12,13 +12,7 @@ from jax import Array
 
 import dynamiq_jax as dq
 from dynamiq_jax.islands import decode, encode
-from dynamiq_jax.islands.merging import (
-    examine,
-    hash_of,
-    leaves_of,
-    take_outer_step,
-    too_large,
-)
+from dynamiq_jax.islands.merging import examine, hash_of, leaves_of, take_outer_step, too_large
 from dynamiq_jax.islands.messages import Message
 from dynamiq_jax.methods import Method
 from dynamiq_jax.parts import check_number
@@ -41,8 +35,7 @@ class _Checked(NamedTuple):
 
 
 def flower_strategy(
-    outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True),
-    **fields: Any,
+    outer: optax.GradientTransformation = optax.sgd(0.7, momentum=0.9, nesterov=True), **fields: Any
 ) -> Any:
     """Return a strategy of a Flower server that takes the outer steps of local SGD (DiLoCo).
 

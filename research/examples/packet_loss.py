@@ -44,10 +44,7 @@ def worker(params, key):
     return history
 
 
-params = {
-    "in": jax.random.normal(jax.random.key(0), (64, 128)) / 8,
-    "out": jnp.zeros((128, 8)),
-}
+params = {"in": jax.random.normal(jax.random.key(0), (64, 128)) / 8, "out": jnp.zeros((128, 8))}
 train = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 losses, drifts = train(params, jax.random.key(1))
 print(f"loss {losses[0]:.1f}, then {losses[-20:].mean():.2f}")  # loss 0.4, then 0.04

@@ -40,10 +40,7 @@ RESEARCH = {
     "top_k": Row(method=resolve_method("top_k"), error=(0.28, 0.36), reach=1),
     # First steps have one key. Groups are chosen by a hash, and not by their values.
     "split_sketch": Row(
-        method=resolve_method("split_sketch"),
-        error=(0.8, 1.2),
-        draws=True,
-        mesh=("all_to_all",),
+        method=resolve_method("split_sketch"), error=(0.8, 1.2), draws=True, mesh=("all_to_all",)
     ),
     "ef21m": Row(
         method=EF21M(inner=ARCTopK(inner=Exact())),

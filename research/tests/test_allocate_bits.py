@@ -63,11 +63,7 @@ def error_of_mean(stacked, method, options):
 
 
 @pytest.mark.parametrize(
-    ("workers", "bits", "spread"),
-    [
-        pytest.param(2, 3, 1.0, marks=pytest.mark.slow),
-        (2, 4, 0.0),
-    ],
+    ("workers", "bits", "spread"), [pytest.param(2, 3, 1.0, marks=pytest.mark.slow), (2, 4, 0.0)]
 )
 @pytest.mark.slow
 def test_the_error_is_near_that_of_one_bucket(workers, bits, spread):
@@ -247,10 +243,7 @@ def test_leaves_of_one_bucket_share_bits_and_so_do_parts_of_a_leaf():
     tree = leaves_of(SCALES) | {"e": heavy_tailed(9, (32, 8192))}  # e is cut into four buckets
     options = dq.Compression(bucket_bytes=2**18, bucketing="in_order")
     found = allocate_bits(tree, axis_size=4, method=options)
-    assert [group.patterns for group in found.groups] == [
-        ("^a$", "^b$", "^c$", "^d$"),
-        ("^e$",),
-    ]
+    assert [group.patterns for group in found.groups] == [("^a$", "^b$", "^c$", "^d$"), ("^e$",)]
     report = dq.wire_report(tree, 4, method=dataclasses.replace(options, method=found.policy))
     assert report.leaves[-1].buckets == (1, 2, 3, 4)
     assert sum(group.energy for group in found.groups) == pytest.approx(1)

@@ -32,12 +32,7 @@ from tests.support.workers import call_on, simulated
 NUM_WORKERS, SHAPE, SIZE = 4, (64, 80), 5120
 KEY = jax.random.key(11)
 ARC = ARCTopK(inner=Exact(), bits=4.0, block_size=64)
-INNER = {
-    "exact": Exact(),
-    "thc": THC(block=256),
-    "arc_top_k": ARC,
-    "powersgd": PowerSGD(rank=4),
-}
+INNER = {"exact": Exact(), "thc": THC(block=256), "arc_top_k": ARC, "powersgd": PowerSGD(rank=4)}
 every_inner = pytest.mark.parametrize("name", INNER)
 CALL = call_on(SIZE, NUM_WORKERS, "all_to_all", shapes=(SHAPE,))
 

@@ -109,11 +109,7 @@ def test_error_feedback_keeps_what_thc_leaves_out():
 # -------------------------------------------------------------------------------------- the bytes
 
 
-@pytest.mark.parametrize(
-    ("method", "topology"),
-    ((PATCHED, "unrolled"),),
-    ids=("unrolled",),
-)
+@pytest.mark.parametrize(("method", "topology"), ((PATCHED, "unrolled"),), ids=("unrolled",))
 @pytest.mark.slow
 def test_the_report_is_the_compiled_program(data_mesh, method, topology):
     """Messages of each turn have a size of their own."""

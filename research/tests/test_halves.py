@@ -153,10 +153,7 @@ def test_errors_of_the_halves_cancel():
     gradients = white(4)
     truth = gradients.mean(0, dtype=np.float64)
     correlated, independent = (
-        vnmse(
-            mean_by_halves(gradients, method=dq.DynamiQ(bits=4, rounding=rounding))[0][0],
-            truth,
-        )
+        vnmse(mean_by_halves(gradients, method=dq.DynamiQ(bits=4, rounding=rounding))[0][0], truth)
         for rounding in ("correlated", "independent")
     )
     assert 0.6 < correlated / independent < 0.8
@@ -171,12 +168,7 @@ def test_nan_of_one_worker_surfaces_in_its_row():
 
 @pytest.mark.parametrize(
     ("topology", "workers", "carries"),
-    [
-        (Ring(), 8, True),
-        (Ring(), 2, True),
-        (AllToAll(), 4, True),
-        (AllToAll(), 16, False),
-    ],
+    [(Ring(), 8, True), (Ring(), 2, True), (AllToAll(), 4, True), (AllToAll(), 16, False)],
 )
 def test_norms_of_rows_are_carried_where_errors_can_cancel(topology, workers, carries):
     """Only an all-to-all of many workers orders the rows of sums anew."""

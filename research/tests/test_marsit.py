@@ -358,13 +358,7 @@ def test_a_coordinate_has_one_bit_and_its_share_of_a_scale(topology):
             assert 1.0 < unit.bits < 1.01
 
 
-@pytest.mark.parametrize(
-    ("method", "topology"),
-    (
-        (Marsit(), "butterfly"),
-        (UNIT, "unrolled"),
-    ),
-)
+@pytest.mark.parametrize(("method", "topology"), ((Marsit(), "butterfly"), (UNIT, "unrolled")))
 def test_the_compiled_program_sends_the_bytes_of_the_report(data_mesh, method, topology):
     tree = {"w": jax.ShapeDtypeStruct((300, 101), jnp.float32)}
     report = dq.wire_report(tree, 4, method=dq.Compression(method, TOPOLOGIES[topology]))

@@ -675,11 +675,7 @@ def test_drift_is_the_mean_over_pairs():
         ({"axis_name": ("a", "b")}, ValueError, "axis_name=.* is not one axis"),
         ({"channel": 0.1}, TypeError, "channel=0.1.*LossyChannel"),
         ({"estimator": "mean"}, ValueError, "estimator='mean'"),
-        (
-            {"method": "powersgd"},
-            ValueError,
-            "in dynamiq_research.LossyCollectives",
-        ),
+        ({"method": "powersgd"}, ValueError, "in dynamiq_research.LossyCollectives"),
         ({"channel": LossyChannel(rate=1.0), "estimator": "inverse"}, ValueError, "rates below 1"),
     ],
 )

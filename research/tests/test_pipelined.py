@@ -227,11 +227,7 @@ def test_shards_of_a_model_travel_alone(data_mesh):
 
         @jax.jit
         @functools.partial(
-            jax.shard_map,
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
-            axis_names={"data"},
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
         )
         def step(params, grads):
             updated = pipelined.gather(pipelined.init(params))

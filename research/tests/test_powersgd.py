@@ -267,10 +267,7 @@ def test_a_state_that_is_known_to_be_replicated_stays_so(data_mesh):
         return reduced.total, reduced.state
 
     mapped = jax.shard_map(
-        local,
-        mesh=data_mesh(NUM_WORKERS),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
+        local, mesh=data_mesh(NUM_WORKERS), in_specs=(P(), P("data")), out_specs=P()
     )
     state = method.init_state(call)
     total, after = jax.jit(mapped)(state, gradient())

@@ -376,8 +376,7 @@ def normalization_of_the_batch(mesh):
 def _initial(net, x):
     """Return variables of a network that sums over workers, from one worker."""
     return jax.tree.map(
-        lambda leaf: leaf[0],
-        jax.vmap(lambda x: net().init(KEYS[0], x), axis_name="batch")(x[None]),
+        lambda leaf: leaf[0], jax.vmap(lambda x: net().init(KEYS[0], x), axis_name="batch")(x[None])
     )
 
 

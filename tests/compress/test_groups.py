@@ -212,10 +212,7 @@ def test_the_report_has_each_sum_once_in_the_shape_that_is_sent(mesh):
     assert shapes == [(2, 8), (2, 32), (8,), (32, 32), (32, 32)]
 
     def stacked(params, x, y):
-        grads = lax.map(
-            lambda batch: jax.grad(mean_loss)(params, *batch),
-            parts(x, y),
-        )
+        grads = lax.map(lambda batch: jax.grad(mean_loss)(params, *batch), parts(x, y))
         return grads
 
     report = dq.compress(mapped(stacked, mesh), "data", method=METHOD).report(*ARGS)

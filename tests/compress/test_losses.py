@@ -231,10 +231,7 @@ def numbers_near_the_limit_of_float16(w, x):
     return large + squares(w, x).astype(jnp.float16), (large, squares(w, x))
 
 
-@loss(
-    arrays=(X, jax.random.split(jax.random.key(3), ROWS), jax.random.key(1)),
-    has_aux=True,
-)
+@loss(arrays=(X, jax.random.split(jax.random.key(3), ROWS), jax.random.key(1)), has_aux=True)
 def keys_of_rows_and_of_the_batch(w, x, of_rows, key):
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, shape=(OUT,)))(of_rows)
     kept &= jax.random.bernoulli(key, 0.7, (ROWS, OUT))

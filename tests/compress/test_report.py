@@ -176,11 +176,7 @@ def test_bytes_over_several_axes_are_those_of_the_slow_one():
 def test_sums_that_are_too_small_to_save_bytes_have_the_reason_of_the_plan(data_mesh):
     tree = {"w": jax.ShapeDtypeStruct((WORKERS, 40), jnp.float32)}
     step = dq.compress(
-        mean_of(data_mesh),
-        "data",
-        key=key_of,
-        only=every_sum,
-        method=dq.Compression(exact_below=0),
+        mean_of(data_mesh), "data", key=key_of, only=every_sum, method=dq.Compression(exact_below=0)
     )
     report = step.report(tree)
     assert ["too few to save bytes" in each.why_exact for each in report.sums] == [True]

@@ -165,10 +165,7 @@ def test_donated_buffers_of_a_plain_step_are_those_of_the_jit_inside(mesh):
         state = {"params": jax.tree.map(jnp.array, PARAMS), "count": jnp.int32(0)}
         return jax.device_put(state, jax.NamedSharding(mesh, P()))
 
-    for jitted in (
-        jax.jit(update, donate_argnums=0),
-        jax.jit(update, donate_argnames="state"),
-    ):
+    for jitted in (jax.jit(update, donate_argnums=0), jax.jit(update, donate_argnames="state")):
         inside = lambda state, batch, rate, f=jitted: f(state, batch, rate=rate)  # noqa: E731
         for fun in (jitted, inside):
             state, batch = fresh(), (jnp.array(X), jnp.array(Y))

@@ -69,10 +69,7 @@ PRODUCT = {
     ),
     # The error of the method inside, in a first step.
     "error_feedback": Row(
-        method=ErrorFeedback(inner=BlockInt()),
-        error=(5e-5, 1.3e-4),
-        reach=32,
-        mesh=("all_to_all",),
+        method=ErrorFeedback(inner=BlockInt()), error=(5e-5, 1.3e-4), reach=32, mesh=("all_to_all",)
     ),
 }
 

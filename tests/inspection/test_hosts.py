@@ -78,10 +78,7 @@ def messages(topology: str, n: int) -> Iterator[tuple[int, int, str, float]]:
 
 def sent_by_first_host(devices_per_host: int, topology: str, n: int, cost: WireCost) -> float:
     """Sum the messages of one axis of all devices that leave the first host."""
-    sizes = {
-        "payload": cost.payload_bytes,
-        "statistics": cost.statistics_bytes / 2 / max(n - 1, 1),
-    }
+    sizes = {"payload": cost.payload_bytes, "statistics": cost.statistics_bytes / 2 / max(n - 1, 1)}
     return sum(
         sizes[kind] * count
         for source, target, kind, count in messages(topology, n)

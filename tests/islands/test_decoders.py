@@ -146,8 +146,7 @@ def test_the_body_is_what_a_worker_gathers(method):
 
 
 @pytest.mark.parametrize(
-    "method",
-    (pytest.param("dynamiq:4:rounding=nearest", marks=pytest.mark.slow), "bf16", "mxfp4"),
+    "method", (pytest.param("dynamiq:4:rounding=nearest", marks=pytest.mark.slow), "bf16", "mxfp4")
 )
 def test_decoding_is_an_all_gather(method, data_mesh):
     """The levels of DynamiQ are rounded once in a message, and as a compiler likes elsewhere."""

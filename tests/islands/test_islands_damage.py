@@ -195,12 +195,7 @@ def test_a_limit_of_norms_can_be_lifted():
 FACTORS = st.lists(st.sampled_from([0, 0.1, 1, 1, 1.01, 0.99]), min_size=1, max_size=9)
 
 
-@given(
-    factors=FACTORS,
-    large=FACTORS,
-    limit=st.floats(1, 1e6),
-    scale=st.integers(-50, 50),
-)
+@given(factors=FACTORS, large=FACTORS, limit=st.floats(1, 1e6), scale=st.integers(-50, 50))
 def test_norms_are_compared_with_their_median(factors, large, limit, scale):
     norms = dict(enumerate([*factors, *(factor * limit for factor in large)]))
     left_out = too_large(norms, limit)

@@ -136,8 +136,7 @@ def forged(number: int, reference: str, secret: bytes | None) -> tuple[str, byte
 
 
 @pytest.mark.parametrize(
-    ("secret", "words"),
-    ((None, "it has no signature"), (b"another one", "its signature is wrong")),
+    ("secret", "words"), ((None, "it has no signature"), (b"another one", "its signature is wrong"))
 )
 def test_a_change_without_the_signature_is_left_out_by_name(secret, words, caplog):
     store = Memory()

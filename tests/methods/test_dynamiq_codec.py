@@ -142,10 +142,7 @@ def all_to_all(method: dq.DynamiQ, reorders: bool = True):
 
 @pytest.mark.parametrize(
     ("rounding", "least", "most"),
-    (
-        (None, 0.015, 0.04),
-        pytest.param("independent", -0.004, 0.004, marks=pytest.mark.slow),
-    ),
+    ((None, 0.015, 0.04), pytest.param("independent", -0.004, 0.004, marks=pytest.mark.slow)),
 )
 def test_an_all_to_all_is_as_unbiased_as_its_rounding(rounding, least, most):
     """What the mean over keys keeps of a squared error: one part in keys, and the bias, of

@@ -90,10 +90,9 @@ def on_workers(n: int, fn):
 def turns_of(name: str, chunks: int, n: int) -> np.ndarray:
     """Turns of the wire format, [chunks, workers]."""
     chunk, worker = np.indices((chunks, n))
-    return {
-        "butterfly": n - 1 - (worker ^ chunk),
-        "all_to_all": (chunk - worker - 1) % n,
-    }.get(name, (worker - chunk - 1) % n)
+    return {"butterfly": n - 1 - (worker ^ chunk), "all_to_all": (chunk - worker - 1) % n}.get(
+        name, (worker - chunk - 1) % n
+    )
 
 
 @pytest.mark.sampled(2)

@@ -493,9 +493,7 @@ def test_a_leaf_is_cut_where_its_spec_leaves_it_whole():
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from((1, 7, 24)), st.sampled_from((0, 2, 16))),
-        min_size=1,
-        max_size=8,
+        st.tuples(st.sampled_from((1, 7, 24)), st.sampled_from((0, 2, 16))), min_size=1, max_size=8
     ),
     st.integers(1, 6),
     st.sampled_from((P(), P("fsdp"), P(None, "fsdp"))),

@@ -74,12 +74,7 @@ def save_plot(path: Path, trials: Sequence[BucketTrial]) -> None:
     best = trials[0].bucket_bytes / 2**20, 1e3 * trials[0].seconds
     axis.plot(*best, "o", ms=12, mfc="none", mec="red")
     axis.annotate(
-        f"{best[0]:.3g} MiB",
-        best,
-        (0, -16),
-        color="red",
-        textcoords="offset points",
-        ha="center",
+        f"{best[0]:.3g} MiB", best, (0, -16), color="red", textcoords="offset points", ha="center"
     )
     axis.set_xscale("log", base=2)
     axis.margins(y=0.2)

@@ -90,10 +90,7 @@ def _on_link(
         "wire_seconds": wire,  # of a step: its bytes at the rate, nothing else
         "seconds": dict(zip(steps, at, strict=True)),  # of training, by steps taken
         "to_target": {
-            fraction: {
-                "seconds": reached(at, losses, loss),
-                "steps": reached(steps, losses, loss),
-            }
+            fraction: {"seconds": reached(at, losses, loss), "steps": reached(steps, losses, loss)}
             for fraction, loss in targets.items()
         },
     }

@@ -57,10 +57,7 @@ class CompiledTraining:
 
 
 def data_parallel(
-    structure: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    setting: Setting,
+    structure: nnx.GraphDef, optimizer: optax.GradientTransformation, mesh: Mesh, setting: Setting
 ) -> CompiledTraining:
     """Build the training that a mesh runs.
 

@@ -29,10 +29,7 @@ def _draw_step(axis: Any, times: np.ndarray, threshold: float) -> None:
     ends = times.cumsum(axis=1)
     starts = ends - times
     done = starts < threshold
-    for kind, color, label in (
-        (done, BLUE, "done"),
-        (~done, "#dee2e6", "not started: dropped"),
-    ):
+    for kind, color, label in ((done, BLUE, "done"), (~done, "#dee2e6", "not started: dropped")):
         rows, columns = np.nonzero(kind)
         axis.barh(
             rows,

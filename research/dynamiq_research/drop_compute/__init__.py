@@ -6,11 +6,7 @@
 from dynamiq_research.drop_compute.calibration import Calibration
 from dynamiq_research.drop_compute.clock import SimulatedClock
 from dynamiq_research.drop_compute.law import StragglerLaw
-from dynamiq_research.drop_compute.step import (
-    DropCompute,
-    DropComputeMetrics,
-    DropComputeState,
-)
+from dynamiq_research.drop_compute.step import DropCompute, DropComputeMetrics, DropComputeState
 from dynamiq_research.drop_compute.thresholds import (
     Latencies,
     ThresholdEffect,

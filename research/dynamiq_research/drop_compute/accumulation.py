@@ -97,12 +97,7 @@ class Accumulation:
         return Accumulated(sums, seconds[:, 0], seconds[:, 1:] - seconds[:, :1])
 
     def _accumulate(
-        self,
-        number: int,
-        own: Any,
-        micro_batches: Sequence[Any],
-        threshold: float,
-        step: int,
+        self, number: int, own: Any, micro_batches: Sequence[Any], threshold: float, step: int
     ) -> tuple[Sums, list[float]]:
         """Run the loop of one worker with its own view; also return the clock at its events."""
         first, add = self._programs[number]

@@ -19,10 +19,7 @@ def draw_steps(axis: Any, before: NDArray[np.float64], after: NDArray[np.float64
     """
     low, high = min(before.min(), after.min()), max(before.max(), after.max())
     bins = np.linspace(low, high, 30) if high > low else 30
-    for values, label, color in (
-        (before, "no threshold", GRAY),
-        (after, "threshold", BLUE),
-    ):
+    for values, label, color in ((before, "no threshold", GRAY), (after, "threshold", BLUE)):
         shown = f"{label}, mean {values.mean():.3g} s"
         axis.hist(values, bins, alpha=0.7, label=shown, color=color)
     axis.set(xlabel="seconds of a step", ylabel="steps", title="Steps not used to choose")

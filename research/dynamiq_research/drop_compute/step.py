@@ -138,9 +138,7 @@ class DropCompute:
         """
         sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, sum_dtype(leaf)), params)
         return dq.wire_report(
-            sums,
-            tuple(self.mesh.shape[name] for name in self._workers.names),
-            method=self.method,
+            sums, tuple(self.mesh.shape[name] for name in self._workers.names), method=self.method
         )
 
     def init(self, params: Any) -> DropComputeState:
@@ -246,11 +244,7 @@ class DropCompute:
 
     @functools.cached_property
     def _all_reduce(self) -> optax.GradientTransformation:
-        return dq.all_reduce_gradients(
-            self.axis_name,
-            method=self.method,
-            seed=self.seed,
-        )
+        return dq.all_reduce_gradients(self.axis_name, method=self.method, seed=self.seed)
 
     @functools.cached_property
     def _init(self) -> Callable[..., DropComputeState]:

@@ -56,10 +56,7 @@ P = PartitionSpec
 Value = TypeVar("Value")
 
 _UNDER_COMPUTATION = Compression(
-    DynamiQ(rounding="correlated"),
-    Ring(unroll=True),
-    bucket_bytes=25 * 2**20,
-    unrolled_buckets=64,
+    DynamiQ(rounding="correlated"), Ring(unroll=True), bucket_bytes=25 * 2**20, unrolled_buckets=64
 )
 
 
@@ -121,12 +118,7 @@ class Pipelined:
         names = axis_names(self.axis_name)
         specs: Any = PipelinedState  # specs in place of arrays
         return specs(
-            step=P(),
-            params=P(),
-            opt_state=P(),
-            shards=P(names),
-            exact=P(names),
-            is_pending=P(),
+            step=P(), params=P(), opt_state=P(), shards=P(names), exact=P(names), is_pending=P()
         )
 
     def wire_report(self, params: Any, axis_size: Any, *, mesh: Any = None) -> PipelinedReport:

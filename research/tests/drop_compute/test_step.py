@@ -184,9 +184,7 @@ def test_the_update_is_the_mean_over_what_was_done(make, devices_per_worker):
     latencies = table(seed=4, workers=groups)
     threshold = 1.01 * float(np.median(latencies.times.cumsum(-1)[0]))
     step = make(
-        devices_per_worker=devices_per_worker,
-        clock=SimulatedClock(latencies),
-        threshold=threshold,
+        devices_per_worker=devices_per_worker, clock=SimulatedClock(latencies), threshold=threshold
     )
     metrics, state = step.step(data(), step.init(params()))
     done = replay(latencies.times[:1].cumsum(-1), threshold, 1, 0).done[0]
