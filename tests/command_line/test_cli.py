@@ -6,7 +6,9 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -262,6 +264,13 @@ def test_records_hold_environment_and_no_infinity(tmp_path):
     assert kept["config"] == {"repeats": 1}
     known = {"date", "jax", "jaxlib", "python", "cpu", "cores", "device", "dynamiq_jax"}
     assert known <= kept["environment"].keys()
+
+
+def test_the_cpu_has_the_name_that_the_system_gives_it():
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    assert environment("cpu")["cpu"] in (names or [platform.processor(), platform.machine()])
 
 
 def test_outputs_are_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -104,6 +104,25 @@ def test_a_right_backend_is_compared_and_timed(chosen_backend, here, tmp_path, c
     assert "Compression pays here on links below" in shown and "for a ring of 8" in shown
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vnmse": 2e-3}, []),
+        ({"vnmse": 0.3}, ["dynamiq:5:ring: the sum is wrong, vNMSE 0.3"]),
+        ({"replicas_equal": False}, ["dynamiq:5:ring: workers do not hold the same bits"]),
+    ],
+)
+def test_a_sum_that_is_wrong_or_differs_between_workers_is_a_problem(
+    changes, says, chosen_backend, here, tmp_path, monkeypatch
+):
+    chosen_backend(backend())
+    here(2)
+    row = {"setting": "dynamiq:5:ring", "replicas_equal": True, "vnmse": 1e-3, "break_even": {}}
+    monkeypatch.setattr(Verify, "_all_reduce", lambda *_: ([row | changes], []))
+    status, results = run(tmp_path / "out.json")
+    assert (status, results["problems"]) == (len(says), says)
+
+
 def test_a_case_that_a_backend_does_not_take_is_no_problem(
     chosen_backend, here, tmp_path, monkeypatch
 ):
