@@ -34,7 +34,7 @@ from benchmarks.harness.command import run as run_benchmark
 from benchmarks.real_lm.folder import TRAINED, check_folder
 from benchmarks.real_lm.gradients import KINDS, kind_of
 from benchmarks.real_lm.losses import by_method
-from benchmarks.real_lm.policies import POLICIES
+from benchmarks.real_lm.policies import FROM_TWO, POLICIES
 from benchmarks.real_lm.texts import Text, documents
 from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
@@ -207,7 +207,7 @@ def train(config: Config, data: Path, method: str, seed: int) -> None:
     )
     model, task = finetune_llm.read_task(options, finetune_llm.make_mesh(options))
     recipe = (Recipe if config.optimizer == "adamw" else MuonRecipe)(
-        method=POLICIES.get(method, method),
+        method={**POLICIES, **FROM_TWO}.get(method, method),
         route="all_reduce_gradients",  # for states, policies and metrics
         steps=config.steps,
         learning_rate=config.learning_rate,

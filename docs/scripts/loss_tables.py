@@ -5,7 +5,7 @@ real_lm_training.json.
 from typing import Any
 
 from benchmarks.real_lm.losses import by_method, final
-from benchmarks.real_lm.policies import POLICIES
+from benchmarks.real_lm.policies import FROM_TWO, POLICIES
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 
 _HEADER = ["method", "bits", "evaluation loss", "against exact"]
@@ -55,13 +55,20 @@ def real_lm_distance() -> str:
         distances = (row["distance"][kind] for kind in ("all", "embedding", "mlp", "norm"))
         return [f"{loss - 1:+.3%}" for loss in losses] + [f"{each:.3f}" for each in distances]
 
+    def order(row: dict[str, Any]) -> tuple[Any, ...]:
+        return -row["bytes"], row["method"] in FROM_TWO, row["seed"]
+
     cells = [
-        [f"`{row['method']}`", str(row["seed"]), exponent(row["error"]), *apart(row)]
-        for row in sorted(rows, key=lambda row: (-row["bytes"], row["seed"]))
+        [_named(row["method"]), str(row["seed"]), exponent(row["error"]), *apart(row)]
+        for row in sorted(rows, key=order)
         if row["method"] != "exact"
     ]
     header = ["method", "seed", "estimated vNMSE", "loss", "of rare tokens"]
     return markdown([*header, "distance", "embedding", "MLP", "norms"], cells)
+
+
+def _named(method: str) -> str:
+    return method if method in {*POLICIES, *FROM_TWO} else f"`{method}`"
 
 
 def _fine_tuning(name: str) -> str:
@@ -72,7 +79,7 @@ def _fine_tuning(name: str) -> str:
         is_exact = mean_of["method"] == "exact"
         rows.append(
             [
-                mean_of["method"] if mean_of["method"] in POLICIES else f"`{mean_of['method']}`",
+                _named(mean_of["method"]),
                 f"{mean_of['loss']:.4f}",
                 "" if is_exact or mean_of["off"] is None else f"{mean_of['off']:+.3%}",
                 "" if is_exact else ", ".join(f"{off:+.3%}" for off in mean_of["each"]),

@@ -16,7 +16,8 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 class Recipe:
     """Hyperparameters of a run."""
 
-    method: str | dict[str, str] = "exact"  # or methods by pattern of the parameter's path
+    # Or methods by pattern of the parameter's path.
+    method: str | dict[str, str | dq.methods.Method] = "exact"
     topology: str = "ring"
     route: Route | None = None  # function that compresses; None for that of the method
     steps: int
