@@ -36,6 +36,15 @@ def test_what_no_collective_takes_is_not_counted(data_mesh, tree, axes, argument
         dq.wire_report(tree, axes, **arguments)
 
 
+def test_a_spec_over_the_axis_of_the_collective_splits_no_leaf(data_mesh):
+    """Each worker has terms of whole leaves, wherever their sums lie."""
+    mesh, report = data_mesh(NUM_WORKERS), {}
+    for spec in (P(), P("data")):
+        compression = dq.Compression(specs=spec)
+        report[spec] = dq.wire_report({"w": TREE["w"]}, "data", compression, mesh=mesh)
+    assert report[P("data")] == report[P()]
+
+
 @pytest.mark.parametrize("preset", ("default", "paper"))
 def test_the_bits_are_those_asked_for(preset):
     for bits in (4.0, 5.0, 6.5):
