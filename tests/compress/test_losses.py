@@ -513,6 +513,27 @@ def test_gradients_alone_are_sent_in_the_shards_that_their_jit_names():
     assert sent[0] == 2 * sent[1] > 0
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "summed"),
+    [
+        *(("bfloat16", "float32", "float32"), ("float16", "float32", "float32")),
+        *(("float32", "bfloat16", "float32"), ("bfloat16", "float16", "bfloat16")),
+        ("float16", "bfloat16", "float16"),
+    ],
+)
+def test_terms_are_summed_in_the_wider_dtype(before, after, summed, data_mesh):
+    """A conversion is done in front of a sum if it keeps all numbers, those near the limits too."""
+
+    def step(w, x):
+        return jax.grad(squares)(w, x).astype(after)
+
+    each = Loss(squares, W.astype(before), (X.astype(before),))
+    report = dq.compress(jax.jit(step), "data", method=OPTIONS).report(
+        *placed(data_mesh(WORKERS), each)
+    )
+    assert [one.sum.dtype for one in report.compressed] == [jnp.dtype(summed)]
+
+
 def test_sums_that_are_alike_keep_the_settings_around_them(data_mesh):
     """Such as metadata for the compiler, which the first of them has not."""
 
