@@ -2,6 +2,7 @@
 real_lm_training.json.
 """
 
+from statistics import fmean
 from typing import Any
 
 from benchmarks.real_lm.losses import by_method, final
@@ -45,26 +46,30 @@ def real_lm_training_muon() -> str:
 
 
 def real_lm_distance() -> str:
-    """Write how far fine-tuning ends from the exact run."""
+    """Write how far fine-tuning ends from the exact run, as a mean over seeds."""
     rows = results_of("real_lm_distance")
     exact = {row["seed"]: row for row in rows if row["method"] == "exact"}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        runs.setdefault(row["method"], []).append(row)
 
-    def apart(row: dict[str, Any]) -> list[str]:
-        same = exact[row["seed"]]
-        losses = final(row) / final(same), row["rare"] / same["rare"]
-        distances = (row["distance"][kind] for kind in ("all", "embedding", "mlp", "norm"))
-        return [f"{loss - 1:+.3%}" for loss in losses] + [f"{each:.3f}" for each in distances]
+    def cells(method: str) -> list[str]:
+        of_seeds = sorted(runs[method], key=lambda row: row["seed"])
+        losses = [f"{final(row) / final(exact[row['seed']]) - 1:+.3%}" for row in of_seeds]
+        rare = fmean(row["rare"] / exact[row["seed"]]["rare"] for row in of_seeds)
+        distances = [
+            f"{fmean(row['distance'][kind] for row in of_seeds):.3f}"
+            for kind in ("all", "embedding", "mlp")
+        ]
+        error = fmean(row["error"] for row in of_seeds)
+        return [_named(method), exponent(error), ", ".join(losses), f"{rare - 1:+.3%}", *distances]
 
-    def order(row: dict[str, Any]) -> tuple[Any, ...]:
-        return -row["bytes"], row["method"] in FROM_TWO, row["seed"]
+    def order(method: str) -> tuple[Any, ...]:
+        return method in FROM_TWO, -runs[method][0]["bytes"]
 
-    cells = [
-        [_named(row["method"]), str(row["seed"]), exponent(row["error"]), *apart(row)]
-        for row in sorted(rows, key=order)
-        if row["method"] != "exact"
-    ]
-    header = ["method", "seed", "estimated vNMSE", "loss", "of rare tokens"]
-    return markdown([*header, "distance", "embedding", "MLP", "norms"], cells)
+    header = ["method", "estimated vNMSE", "loss, by seed", "of rare tokens"]
+    table = [cells(method) for method in sorted(runs.keys() - {"exact"}, key=order)]
+    return markdown([*header, "distance", "embedding", "MLP"], table)
 
 
 def _named(method: str) -> str:
