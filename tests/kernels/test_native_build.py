@@ -68,3 +68,14 @@ def test_what_cannot_be_compiled_has_a_reason(change, reason, tmp_path, monkeypa
     with pytest.raises(build.CannotCompileError, match=reason):
         build.compile_library(tmp_path / build.LIBRARY, Path("include"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("here", [("c++", "g++", "clang++"), ("g++", "clang++"), ("clang++",)])
+def test_the_first_compiler_that_is_there_is_taken_but_for_a_named_one(here, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.sys, "platform", "linux")
+    monkeypatch.setattr(build, "machine", lambda: "x86_64")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in here else None)
+    assert build.compiler() == [f"/bin/{here[0]}"]
+    monkeypatch.setenv("CXX", "ccache g++ -m64")
+    assert build.compiler() == ["ccache", "g++", "-m64"]
