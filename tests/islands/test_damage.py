@@ -120,8 +120,12 @@ def test_a_header_that_no_reader_takes_is_not_written():
 
 def damaged(count: int):
     """Messages with flipped bits, cuts, and foreign bytes; most of them with a valid checksum."""
-    for dtype in ("float16", "float64"):  # of other bytes, in a bucket
-        yield with_header(message_of(2), lambda h, d=dtype: h["dtypes"].__setitem__(0, d))
+    entries = ("dtypes", "float16"), ("dtypes", "float64"), ("shapes", [1 << 47]), ("buckets", None)
+    for column, value in entries:  # of a leaf in a bucket
+        yield with_header(message_of(2), lambda h, c=column, v=value: h[c].__setitem__(0, v))
+    header, body = taken_apart(message_of(2))
+    yield from (signed(header, b""), message_of(2) + bytes(255), b'{"names": [1]}')
+    yield signed(header, np.random.default_rng(1).bytes(len(body)))
     random = np.random.default_rng(0)
     for _ in range(count):
         data = bytearray(message_of(random.integers(len(METHODS))))

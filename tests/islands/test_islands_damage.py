@@ -251,6 +251,12 @@ def test_the_last_whole_state_is_used(run, damage, count, caplog):
         assert warning.startswith(f"a state is left out. {file}: ")
 
 
+def test_a_state_under_the_name_of_another_round_is_left_out(run):
+    files, last = run
+    state = join({**files, "state/00000004": files["state/00000002"]})
+    assert state.round == 5 and same(state[1:3], last[1:3])
+
+
 def test_no_run_begins_anew_where_all_states_are_damaged(run):
     files = {n: data[:-1] if n.startswith("state/") else data for n, data in run[0].items()}
     with pytest.raises(ValueError, match=r"no stored state can be read\. state/00000004: "):
