@@ -112,7 +112,10 @@ WRONG_METHODS = (
     ("bf16:16", r"'16' is not an option of bf16\. Give the name alone\.$"),
     ("mxfp8:8", r"'8' is not an option of mxfp8\. Give FIELD=VALUE with .*\]\.$"),
     ("dynamiq:", r"'' is not an option of dynamiq\. Give a number of bits, or FIELD=VALUE"),
-    ("blockint:wide", r"'wide' is not an option of blockint\. Give a number of code_bits, or F"),
+    (
+        "blockint:wide",
+        r"'wide' is not an option of blockint\. Give a number of code_bits, or FIELD=VAL",
+    ),
     # A setting of the command line, which names the topology too.
     ("dynamiq:5:ring", r"'ring' is not an option of dynamiq\. .*Compression\(topology='ring'\)\.$"),
     ("bf16:ring", r"'ring' is not an option of bf16\. .*Compression\(topology='ring'\)\.$"),

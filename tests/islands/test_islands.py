@@ -342,6 +342,23 @@ def test_leaves_that_have_no_mean_change_are_refused_before_anything_is_stored(t
     joined(transport, "a")
 
 
+def test_feedback_keeps_what_the_others_did_not_receive(tmp_path):
+    (island,), (state,) = joined(
+        SharedFolder(tmp_path), "a", method="blockint:2", feedback=True, outer=optax.sgd(1.0)
+    )
+    total = jax.tree.map(np.zeros_like, PARAMS)
+    for number in range(4):
+        now = moved(state.reference, number)
+        total = jax.tree.map(lambda t, a, b: t + (a - b), total, state.reference, now)
+        state = island.exchange(now, state)
+    applied = jax.tree.map(lambda before, after: before - after, PARAMS, state.reference)
+    for name in PARAMS:
+        np.testing.assert_allclose(
+            applied[name] + state.residual[name], total[name], rtol=1e-3, atol=1e-6
+        )
+    assert np.any(state.residual["w"])
+
+
 def test_fields_that_are_not_possible_are_refused(tmp_path):
     transport = SharedFolder(tmp_path)
     for field, value in (

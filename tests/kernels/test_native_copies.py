@@ -115,7 +115,12 @@ def test_arrays_that_do_not_fit_are_an_error():
     for table, sources, result, message in (
         (segment[1:], (), (2, 6), "table has 4 numbers, and 5 are a segment"),
         (segment, other, (2, 6), r"different rows or dtypes: S32\[2, 4\] and F32"),
-        (segment, (jnp.ones(2),), (2,), r"the shape \[2\], not \[rows, columns\]\. Use"),
+        (
+            segment,
+            (jnp.ones(2),),
+            (2,),
+            r"an array has the shape \[2\], not \[rows, columns\]\. Use",
+        ),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call(table, *sources, result=result)
