@@ -124,11 +124,6 @@ class Node:
     inputs: tuple[Value, ...] = ()
     outputs: tuple[Variable, ...] = ()
 
-    def with_values(self, inputs: tuple[Value, ...], outputs: tuple[Variable, ...]) -> "Node":
-        """Return the node with the values that its equation takes and makes in one call."""
-        found = self.equation, self.scopes, self.operands, self.results, self.programs
-        return Node(*found, self.sums, self.holds_target, inputs, outputs)
-
     @property
     def is_target(self) -> bool:
         """True if an operand is to be compressed."""

@@ -121,7 +121,7 @@ def flat(
         is_call = opens_all or inner.is_call(equation, is_mapped)
         if not (node.holds_target and is_call):
             outputs = tuple(Variable(var, call) for var in equation.outvars)
-            yield from _without_zeros(node.with_values(inputs, outputs))
+            yield from _without_zeros(dataclasses.replace(node, inputs=inputs, outputs=outputs))
             continue
         (called,) = node.programs
         number, opened = next(calls), called.opened

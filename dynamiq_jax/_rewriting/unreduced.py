@@ -4,6 +4,7 @@ An unreduced value has a leading axis, which is split over the workers: the sum 
 of the program. Whatever else the compiler splits, over other axes, it goes on to split.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,36 +24,37 @@ Tree = dict[str, Array]
 Metrics = Mapping[str, Array]
 
 
+Maker = Callable[[Equation, Sequence[Any], WorkerAxis], Callable[..., Any]]
+
+
+def _shared(make: Maker) -> Maker:
+    """Make one function of all equations that are alike, in the context of each."""
+
+    @functools.wraps(make)
+    def made(equation: Equation, setting: Sequence[Any], workers: WorkerAxis) -> Callable[..., Any]:
+        values = [repr(getattr(atom, "val", None)) for atom in equation.invars]  # of literals
+        types = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+        params = equation.params.items()
+        alike = make, equation.primitive, *params, *types, *values, equation.ctx, *setting
+        try:
+            known = workers.functions.get(alike)
+        except TypeError:  # a parameter without a hash
+            return equations.in_context(equation, make(equation, setting, workers))
+        if known is None:
+            known = jax.jit(equations.in_context(equation, make(equation, setting, workers)))
+            workers.functions[alike] = known
+        return known
+
+    return made
+
+
+@_shared
 def parts(
     equation: Equation, split: Sequence[Row], workers: WorkerAxis
 ) -> Callable[..., list[Terms]]:
     """Return the function of a contraction to the result of each worker for its rows, which are
     along the dimensions `split` of the operands.
     """
-    return _shared(_parts, equation, tuple(split), workers)
-
-
-def _shared(
-    make: Callable[..., Any], equation: Equation, setting: tuple[Any, ...], workers: WorkerAxis
-) -> Callable[..., Any]:
-    """Return the function that is made of an equation, the same one of equations that are alike."""
-    values = [repr(getattr(atom, "val", None)) for atom in equation.invars]  # of literals
-    types = [atom.aval for atom in (*equation.invars, *equation.outvars)]
-    params = equation.params.items()
-    alike = make, equation.primitive, *params, *types, *values, equation.ctx, *setting
-    try:
-        known = workers.functions.get(alike)
-    except TypeError:  # a parameter without a hash
-        return equations.in_context(equation, make(equation, setting, workers))
-    if known is None:
-        known = jax.jit(equations.in_context(equation, make(equation, setting, workers)))
-        workers.functions[alike] = known
-    return known
-
-
-def _parts(
-    equation: Equation, split: Sequence[Row], workers: WorkerAxis
-) -> Callable[..., list[Terms]]:
     in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
     function = in_parts(equations.without_shardings(equation), split, workers)
     return _on_automatic_axes(function, workers, [_spec_of_terms(equation.outvars[0], workers)])
@@ -117,6 +119,7 @@ def _rows_of_each(value: Array, dim: Row, workers: WorkerAxis) -> Array:
     )
 
 
+@_shared
 def linear(
     equation: Equation, are_terms: Sequence[bool], workers: WorkerAxis
 ) -> Callable[..., Sequence[Terms]]:
@@ -124,12 +127,6 @@ def linear(
 
     It is of the inputs that are variables. Those that are no terms are the same for all workers.
     """
-    return _shared(_linear, equation, tuple(are_terms), workers)
-
-
-def _linear(
-    equation: Equation, are_terms: Sequence[bool], workers: WorkerAxis
-) -> Callable[..., Sequence[Terms]]:
     out = _spec_of_terms(equation.outvars[0], workers)
     if equation.primitive.name == "reshard":
         return lambda terms: [jax.sharding.reshard(terms, NamedSharding(_mesh(workers), out))]
