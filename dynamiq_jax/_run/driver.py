@@ -16,7 +16,8 @@ from dynamiq_jax._check.check import check
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._inputs.request import Request
 from dynamiq_jax._plan import recording
-from dynamiq_jax._plan.plan import Plan, plan_tree
+from dynamiq_jax._plan.of_arrays import plan_tree
+from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.loop import send_all
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._states.states import NamedStates, by_name, specs_of, to_go_on_with
