@@ -187,11 +187,12 @@ def spread(specs: Any, tree: Any) -> list[Any]:
     return jax.tree.leaves(of_each, is_leaf=is_none)
 
 
-def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
+def leaf_specs(tree: Any, specs: Any, argument: str = "specs") -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
     A user gives PartitionSpecs or NamedShardings in a tree like that of the leaves, or a prefix of
-    it, with None for leaves that are not split; or a function from the tree to specs.
+    it, with None for leaves that are not split; or a function from the tree to specs. `argument` is
+    the name of theirs, for errors.
 
     Raises:
       ValueError: specs do not fit the tree.
@@ -204,7 +205,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
         given = spread(specs, tree)
     except ValueError as error:
         raise ValueError(
-            f"specs={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "
+            f"{argument}={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "
             "with the structure of the tree, or a prefix of it."
         ) from None
     of_leaves = []
@@ -212,7 +213,7 @@ def leaf_specs(tree: Any, specs: Any) -> list[PartitionSpec]:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if not isinstance(spec, PartitionSpec | None) or P.UNCONSTRAINED in (spec or ()):
             raise TypeError(
-                f"specs holds {spec!r:.80}. Give PartitionSpecs or NamedShardings, such as "
+                f"{argument} holds {spec!r:.80}. Give PartitionSpecs or NamedShardings, such as "
                 "jax.tree.map(lambda leaf: leaf.sharding, params)."
             )
         of_leaves.append(spec or P())

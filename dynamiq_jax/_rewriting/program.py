@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from dynamiq_jax._inputs.shards import leaf_specs
+from dynamiq_jax._inputs.shards import leaf_specs, names_of
 from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
 from dynamiq_jax._rewriting.contractions import Marker, hint_of_spec, workers_of
 from dynamiq_jax._rewriting.inner import specs_of_shardings
@@ -29,7 +29,8 @@ class ScheduledStep:
     schedule: EvaluationSchedule
     groups: tuple[Reduce, ...]
     exact: tuple[KeptSum, ...]  # sums that stay as they are
-    axes: frozenset[str]  # of its maps and around it, and of the mesh over which rows are split
+    manual: frozenset[str]  # axes of its maps and around it
+    axes: frozenset[str]  # these, and those of the mesh over which rows are split
     results: Any  # structure: leaves of what the step returns, and new arrays of its objects
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
 
@@ -42,14 +43,16 @@ class ScheduledStep:
             f"{each.source or 'of an unknown line'}: {why}"
             for each, why, _, _ in self.exact
         )
+        axis = selection.axes[0]
         what = f"These stay exact:{lines}" if lines else "It has no sum over a named axis."
         remedy = (
             "Take gradients inside of the step: those of a compressed function would not be "
             "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
             "'other', which compresses what no backward pass has made."
         )
-        if (axis := selection.axes[0]) not in self.axes:
-            what = f"No argument is split over {axis!r}, and no map has that axis. {what}"
+        if axis not in self.manual and not (lines and axis in self.axes):
+            known = f"; the axes of the step are {tuple(sorted(self.axes))}" if self.axes else ""
+            what = f"No argument is split over {axis!r}, and no map has that axis{known}. {what}"
             remedy = (
                 "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
                 f"PartitionSpec({axis!r}))). Where arguments have no shardings, as inside of "
@@ -116,9 +119,10 @@ def scheduled(
         ]
         specs = _specs(leaves, known, in_specs)
         workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
-        axes = equations.bound_axes(program).union(compat.axes_in_scope())
-        axes = axes.union(workers.mesh.axis_names if workers else ())
+        manual = frozenset(equations.bound_axes(program).union(compat.axes_in_scope()))
+        axes = manual.union(workers.mesh.axis_names if workers else ())
         selection.check_bound(axes)
+        _check_in_specs(in_specs, axes)
         likely: dict[int, PartitionSpec] = {}
         if workers is not None:
             rows = [hint_of_spec(spec or (), workers) for spec in specs]
@@ -138,6 +142,7 @@ def scheduled(
             made,
             tuple(each for each in sums if isinstance(each, Reduce)),
             tuple(each for each in sums if isinstance(each, KeptSum)),
+            manual,
             axes,
             jax.tree.structure(results),
             tuple(equations.donated_inputs(program)),
@@ -175,7 +180,19 @@ def _specs(leaves: Leaves, shardings: Sequence[Any], in_specs: Any) -> list[Part
     if in_specs is None:
         return known
     numbers, _ = jax.tree.unflatten(leaves.structure, range(len(leaves.kinds)))
-    given = leaf_specs(numbers, in_specs)
+    given = leaf_specs(numbers, in_specs, "in_specs")
     keywords = [None] * (len(leaves.kinds) - len(given))
     of_arrays = leaves.of_arrays([*given, *keywords])
     return [*of_arrays, *known[len(of_arrays) :]]
+
+
+def _check_in_specs(in_specs: Any, axes: frozenset[str]) -> None:
+    """Raise ValueError for a spec of the user that names none of the axes, if they are known."""
+    for given in jax.tree.leaves(in_specs):
+        spec = given.spec if isinstance(given, NamedSharding) else given
+        names = {name for part in spec for name in names_of(part)}
+        if axes and not names <= axes:
+            raise ValueError(
+                f"in_specs={in_specs!r:.200} has {min(names - axes)!r}, which is no axis of the "
+                f"step. Its axes are {tuple(sorted(axes))}."
+            )

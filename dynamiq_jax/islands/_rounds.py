@@ -16,6 +16,7 @@ from dynamiq_jax.islands._shards import (
     Shard,
     Values,
     check_cover,
+    check_inside,
     check_leaves,
     meet,
     needed,
@@ -181,6 +182,8 @@ class RoundFiles:
         """
         sent, _ = self.sent(state_file(number), self.name)
         wanted, values, dtypes = needed(like), Values(), dict[Shard, str]()
+        for part in sent.parts:  # also those that this process does not read
+            check_inside(part.shards, leaves_of(like))
         for piece in self.pieces(number, "state", sent, wanted):
             dtypes |= piece.dtypes
             take_in(values, piece.decoded(), wanted)

@@ -165,6 +165,15 @@ def check_cover(shards: Iterable[Shard], wanted: Iterable[Shard]) -> None:
             raise ValueError(f"it has {size} of {math.prod(shard.shape)} elements of {shard.name}.")
 
 
+def check_inside(shards: Iterable[Shard], leaves: Leaves) -> None:
+    """Raise ValueError for shards that are no parts of leaves: those of larger ones reach out."""
+    for shard in shards:
+        shape, _ = leaves.get(shard.path, (None, None))
+        fits = shape is not None and len(shape) == len(shard.bounds)
+        if not fits or any(stop > n for (_, stop), n in zip(shard.bounds, shape or (), strict=True)):
+            raise ValueError(f"it has {shard.name}, and this island {leaves!r:.200}.")
+
+
 def check_leaves(
     found: Mapping[Shard, str], leaves: Leaves, wanted: Iterable[Shard] | None = None
 ) -> None:
@@ -172,13 +181,12 @@ def check_leaves(
 
     The wanted shards have to be among them; None for all leaves.
     """
-    whole = {path: Shard.whole(path, shape) for path, (shape, _) in leaves.items()}
+    check_inside(found, leaves)
     for shard, dtype in found.items():
-        known = whole.get(shard.path)
-        fits = known is not None and (not all(shard.shape) or known.inside(shard) is not None)
-        if not fits or dtype != leaves[shard.path][1]:
+        if dtype != leaves[shard.path][1]:
             raise ValueError(f"it has {shard.name} of {dtype}, and this island {leaves!r:.200}.")
-    check_cover(found, whole.values() if wanted is None else wanted)
+    whole = (Shard.whole(path, shape) for path, (shape, _) in leaves.items())
+    check_cover(found, whole if wanted is None else wanted)
 
 
 def _by_path(shards: Iterable[Shard]) -> dict[str, list[Shard]]:

@@ -197,8 +197,21 @@ def test_mistakes_are_errors(mesh):
     with pytest.raises(ValueError, match="over 'data'"):
         dq.compress(step, "model")(*args)
     automatic = jax.jit(lambda params, x, y: jax.grad(loss_fn)(params, x, y))
-    with pytest.raises(ValueError, match=r"no sum over a named axis\.\n.*in_specs="):
+    unsplit = r"No argument is split over {}, and no map has that axis{}\. .*\n.*in_specs="
+    with pytest.raises(ValueError, match=unsplit.format("'data'", "")):
         dq.compress(automatic, "data")(*args)
+    # Parameters on the mesh, and a batch that is not; then a name that the mesh does not have.
+    placed = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    for name in ("data", "dta"):
+        axes = r"; the axes of the step are \('data',\)" if name == "data" else ""
+        with pytest.raises(ValueError, match=unsplit.format(repr(name), axes)):
+            dq.compress(automatic, name)(placed, *args[1:])
+    rows = NamedSharding(mesh, P("data"))
+    with pytest.raises(ValueError, match=r"in_specs=.* has 'dta', .* axes are \('data',\)"):
+        specs = P(), P("dta"), rows
+        dq.compress(automatic, "data", in_specs=specs)(*args)
+    with pytest.raises(ValueError, match=r"in_specs=\(.*\) does not fit"):
+        dq.compress(automatic, "data", in_specs=(P(), rows))(*args)
 
 
 def test_a_step_that_reads_values_is_told_that_it_is_traced(mesh):

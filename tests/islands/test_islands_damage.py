@@ -61,10 +61,12 @@ DAMAGES = {
     "another file": lambda name, data: sealed(name + "x", opened(name, data)),
     "other leaves": foreign({"v": np.ones(3, np.float32)}),
     "other shapes": foreign({**PARAMS, "b": PARAMS["b"][:6]}),
+    "larger shapes": foreign({**PARAMS, "b": np.ones(len(PARAMS["b"]) + 1, np.float32)}),
     "other dtypes": foreign({**PARAMS, "b": PARAMS["b"].astype(np.float16)}),
     "no weight": lambda name, data: sealed(name, struct.pack("<d", 0.0) + opened(name, data)[8:]),
 }
-OF_CHANGES = ("weight", "no weight", "other leaves", "other shapes", "other dtypes")
+OF_CHANGES = ("weight", "no weight", "other leaves", "other shapes")
+OF_CHANGES += "larger shapes", "other dtypes"
 every_damage = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 
 

@@ -106,6 +106,17 @@ def test_who_joins_reads_states_of_other_shardings():
         assert state.round == 3 and same(state[1:3], states[0][1:3])
 
 
+@pytest.mark.parametrize("layout", ("one device", "rows"))
+def test_who_joins_with_leaves_of_other_sizes_is_told(layout):
+    """Also with smaller ones, of which a stored state has all elements."""
+    _, store = run((layout, layout), rounds=1, **PLAIN)
+    for factor in (0.5, 2):
+        w = np.zeros((int(factor * len(PARAMS["w"])), *PARAMS["w"].shape[1:]), np.float32)
+        island = Islands(transport=store, name="new", deadline=0, **PLAIN)
+        with pytest.raises(ValueError, match="no stored state can be read"):
+            island.join(placed({**PARAMS, "w": w}, SPECS[layout]))
+
+
 @pytest.mark.parametrize("damage", ("gone", "cut", "another"))
 def test_an_island_of_a_damaged_part_is_left_out_by_name(damage, caplog):
     def written(name, data):
