@@ -205,8 +205,8 @@ def leaf_specs(tree: Any, specs: Any, argument: str = "specs") -> list[Partition
         given = spread(specs, tree)
     except ValueError as error:
         raise ValueError(
-            f"{argument}={specs!r:.200} does not fit the tree: {error}. Give a tree of PartitionSpecs "
-            "with the structure of the tree, or a prefix of it."
+            f"{argument}={specs!r:.200} does not fit the tree: {error}. Give a tree of "
+            "PartitionSpecs with the structure of the tree, or a prefix of it."
         ) from None
     of_leaves = []
     for spec in given:

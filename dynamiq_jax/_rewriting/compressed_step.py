@@ -55,6 +55,7 @@ class CompressedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step with its sums compressed."""
+        args = self._with_instance(args)
         leaves = self._leaves(args, kwargs)
         if is_traced() or any(isinstance(array, jax.core.Tracer) for array in leaves.arrays):
             return self._finished(leaves, self._run(leaves, leaves.shardings))
@@ -85,6 +86,7 @@ class CompressedStep:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the step for arguments, as the method of `jax.jit` does."""
+        args = self._with_instance(args)
         leaves = self._leaves(args, kwargs)
         if self._is_jitted:
             return self._jitted(leaves).trace(*args, **kwargs)
@@ -100,16 +102,17 @@ class CompressedStep:
           *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`.
           **kwargs: keyword arguments of the step.
         """
-        leaves = self._leaves(args, kwargs)
+        leaves = self._leaves(self._with_instance(args), kwargs)
         return self._report(self._program(leaves, leaves.shardings))
 
     @property
     def _is_jitted(self) -> bool:
         return equations.is_jitted(self._fun)
 
+    def _with_instance(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self._instance is None else (self._instance, *args)
+
     def _leaves(self, args: Any, kwargs: Any) -> Leaves:
-        if self._instance is not None:
-            args = (self._instance, *args)
         return Leaves.of((args, kwargs), is_jitted=self._is_jitted)
 
     def _report(self, program: ScheduledStep) -> CompressReport:

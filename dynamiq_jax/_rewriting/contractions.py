@@ -91,7 +91,8 @@ class Marker:
 
     def _mark(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         opened, constants = equations.opened(program)
-        known: dict[Any, RowHint] = dict(zip(opened.invars, rows, strict=True))
+        known = {each: self._typed(each, RowHint()) for each in opened.constvars}
+        known.update(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[RowHint]:
             return [
@@ -102,11 +103,20 @@ class Marker:
         for equation in opened.eqns:
             each, after = self._equation(equation, rows_of(equation.invars))
             marked.append(each)
-            known.update(zip(equation.outvars, after, strict=True))
+            typed = map(self._typed, equation.outvars, after)
+            known.update(zip(equation.outvars, typed, strict=True))
         result = opened.replace(eqns=marked)
         if isinstance(program, ClosedJaxpr) and program is not opened:
             result = ClosedJaxpr(result, constants)
         return result, rows_of(opened.outvars)
+
+    def _typed(self, variable: Any, rows: RowHint) -> RowHint:
+        """Return the rows of a value. On explicit axes, its type has those that were lost."""
+        sharding = getattr(variable.aval, "sharding", None)
+        if sharding is None or self._workers.axis not in sharding.mesh.explicit_axes:
+            return rows
+        typed = hint_of_spec(sharding.spec, self._workers)
+        return typed if typed.dims and not rows.dims else rows
 
     def _equation(self, equation: Equation, rows: list[RowHint]) -> tuple[Equation, list[RowHint]]:
         """Return an equation with marked contractions, and the rows of its outputs."""
@@ -290,9 +300,13 @@ def may_contract(equation: Equation, rows: Sequence[Rows], are_lost: Sequence[bo
         case "conv_general_dilated":
             numbers = equation.params["dimension_numbers"]
             pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+        case "scatter-add":  # the gradient of an embedding
+            return not rows[0] and (are_lost[1] or are_lost[2])
+        case "reduce_sum":  # the gradient of a bias
+            return are_lost[0] and 0 in equation.params["axes"]
         case _:
             return False
-    return all(are_lost) or any(
+    return (bool(pairs) and all(are_lost)) or any(
         (are_lost[1] and first in rows[0]) or (are_lost[0] and second in rows[1])
         for first, second in pairs
     )

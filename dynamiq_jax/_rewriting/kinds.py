@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from dynamiq_jax._rewriting.sums import axes_of, over_axes
 from pallas_kernels._jax.equations import Equation
@@ -120,6 +121,8 @@ def made(
         floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
         result = join(floating or inputs)  # without indices and masks
         number = result.number if name in _LIKE or result.number == 0 else None
+        if name == "gather" and _fills(equation):
+            number = None
     elif name in _PRODUCTS:
         result = _product(equation, inputs)
         number = result.number
@@ -157,6 +160,12 @@ def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
         is_sent = name in _TO_WORKERS or over_axes(equation) is not None
         found = {each for each in found if is_sent and each.axes.intersection(axes_of(equation))}
     return found
+
+
+def _fills(equation: Equation) -> bool:
+    """Return whether a gather may have other numbers than its operand, at places outside of it."""
+    is_filled = equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    return is_filled and equation.params["fill_value"] != 0
 
 
 def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:

@@ -90,10 +90,15 @@ class _Flow:
         return dataclasses.replace(program, nodes=tuple(nodes), results=results)
 
     def _node(self, equation: Equation, operands: Origins, scopes: str, path: Path) -> Node:
-        programs = tuple(
-            self._inside(part, operands, scopes, (*path, number))
-            for number, part in enumerate(inner.programs_of(equation))
-        )
+        parts, found, values = inner.programs_of(equation), dict[int, StepProgram](), list(operands)
+        # The condition of a loop also has the values that its body returns.
+        for number, part in sorted(enumerate(parts), key=lambda each: not each[1].carried):
+            found[number] = self._inside(part, values, scopes, (*path, number))
+            for output, place in part.carried.items():
+                assert part.inputs is not None
+                operand, result = part.inputs[place], found[number].results[output]
+                values[operand] = join([values[operand], result])
+        programs = tuple(found[number] for number in range(len(parts)))
         if of_each := [program.results for program in programs if program.has_outputs]:
             results = tuple(join(origins) for origins in zip(*of_each, strict=True))
         else:
@@ -114,7 +119,14 @@ class _Flow:
             for output, place in part.carried.items():
                 values[place] = join([values[place], found.results[output]])
             if values == before or not self._all_turns:
-                return found
+                if isinstance(part.times, int) and part.times > 0:
+                    return found
+                # A loop without turns returns what it begins with.
+                results = (
+                    values[part.carried[i]] if i in part.carried else result
+                    for i, result in enumerate(found.results)
+                )
+                return dataclasses.replace(found, results=tuple(results))
             self.continued.intersection_update(known)  # this turn had values of other origins
 
     def _results(
@@ -133,6 +145,9 @@ class _Flow:
             result = made(written, variable, equation.invars[places], operands)
             if here == "backward":
                 self.continued.update(continued(written, operands))
+                if written is not equation:  # a sum of sums, but for a total that it begins with
+                    terms = operands[1:] if written.primitive.name == "scatter-add" else operands
+                    self.continued.update(*(each.sums for each in terms))
                 result = result._replace(kind=Kind.GRADIENT, arguments=frozenset())
             elif here == "forward" and result.kind != Kind.CONSTANT:
                 result = result._replace(kind=Kind.FORWARD, arguments=frozenset())

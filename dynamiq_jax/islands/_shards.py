@@ -6,6 +6,7 @@ the shardings alone: it has the same bits whether the devices belong to one proc
 """
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -168,9 +169,10 @@ def check_cover(shards: Iterable[Shard], wanted: Iterable[Shard]) -> None:
 def check_inside(shards: Iterable[Shard], leaves: Leaves) -> None:
     """Raise ValueError for shards that are no parts of leaves: those of larger ones reach out."""
     for shard in shards:
-        shape, _ = leaves.get(shard.path, (None, None))
-        fits = shape is not None and len(shape) == len(shard.bounds)
-        if not fits or any(stop > n for (_, stop), n in zip(shard.bounds, shape or (), strict=True)):
+        shape, _ = leaves.get(shard.path, ((), ""))
+        ends = [stop for _, stop in shard.bounds]
+        is_known = shard.path in leaves and len(shape) == len(ends)
+        if not is_known or any(map(operator.gt, ends, shape)):
             raise ValueError(f"it has {shard.name}, and this island {leaves!r:.200}.")
 
 

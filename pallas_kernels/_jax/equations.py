@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
@@ -305,13 +306,16 @@ def jit_like(function: Any, jitted: Any) -> Any:
     """
     given = jitted._jit_info
 
+    def placed(sharding: Any, layout: Any) -> Any:
+        if isinstance(layout, Layout):
+            return Format(layout, sharding)
+        is_given = isinstance(sharding, jax.sharding.Sharding | jax.sharding.PartitionSpec)
+        return sharding if is_given else None
+
     def tree(part: str) -> Any:
         structure = getattr(given, f"{part}_shardings_treedef")
-        leaves = [
-            each if isinstance(each, jax.sharding.Sharding | jax.sharding.PartitionSpec) else None
-            for each in getattr(given, f"{part}_shardings_leaves")
-        ]
-        return jax.tree.unflatten(structure, leaves)
+        leaves = (getattr(given, f"{part}_{what}_leaves") for what in ("shardings", "layouts"))
+        return jax.tree.unflatten(structure, map(placed, *leaves))
 
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
     settings: dict[str, Any] = {name: getattr(given, name) for name in (*names, "keep_unused")}

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from benchmarks.speed.mesh_bytes import sent_by_axes
-from tests.compress.global_forms import normal
+from tests.compress.global_forms import labels, normal
 
 WORKERS, ROWS, IN, OUT = 4, 16, 32, 64
 W, X = normal(IN, OUT, scale=0.2), normal(ROWS, IN)
@@ -646,6 +646,42 @@ def test_of_lost_rows_contractions_alone_are_in_the_report(data_mesh):
     report = step.report(*placed(data_mesh(WORKERS), Loss(loss)))
     assert [each.sum.shape for each in report.sums] == [W.shape, W.shape[::-1]]
     assert "'reshape'" in next(each.why_exact for each in report.sums if each.why_exact)
+
+
+def test_lost_rows_of_a_table_and_a_bias_are_in_the_report(data_mesh):
+    """`jnp.pad` loses the rows, which a scatter and a sum contract."""
+
+    def loss(params, tokens):
+        padded = jnp.pad(tokens, ((0, WORKERS), (0, 0)))
+        return jnp.mean(jnp.tanh(params["table"][padded] + params["bias"]) ** 2)
+
+    mesh, width = data_mesh(WORKERS), 1024
+    params = {"table": normal(16, width), "bias": normal(1, 1, width)}
+    tokens = jax.device_put(labels(16, 4, below=16), NamedSharding(mesh, P("data")))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    step = dq.compress(jax.jit(jax.grad(loss)), "data", missing_ok=True)
+    kept = {each.sum.shape: each.why_exact for each in step.report(params, tokens).sums}
+    assert {(16, width), (width,)} <= {*kept}
+    assert all("not followed through 'pad'" in why for why in kept.values())
+
+
+def test_types_of_explicit_axes_have_rows_that_are_lost_otherwise():
+    """Through `jnp.pad`, and of arrays that a step does not get as arguments."""
+    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(W, P()), jax.device_put(normal(16, IN), P("data"))
+
+        def padded(w, x):
+            return squares(w, jnp.pad(x, ((0, WORKERS), (0, 0))))
+
+        for step, args in ((jax.grad(padded), (w, x)), (jax.grad(lambda w: squares(w, x)), (w,))):
+            compressed = dq.compress(jax.jit(step), "data", method="exact")
+            np.testing.assert_allclose(
+                *map(jax.device_get, (compressed(*args), jax.jit(step)(*args))),
+                rtol=1e-5,
+                atol=1e-7,
+            )
+            assert [e.sum.shape for e in compressed.report(*args).compressed] == [W.shape]
 
 
 @pytest.mark.parametrize("name", ["mean", "changes"])

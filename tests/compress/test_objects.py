@@ -1,6 +1,7 @@
 """Steps that are methods or get objects: compressed as `jax.jit` compiles them."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import pickle
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax._rewriting import compressed_step
-from tests.compress.forms import PARAMS, X, Y, mapped, mean_loss
+from tests.compress.forms import PARAMS, X, Y, loss_fn, mapped, mean_loss
 from tests.support.workers import STOCHASTIC
 
 METHOD = "bf16"
@@ -64,6 +66,56 @@ def test_an_object_that_changes_is_traced_once(of, trainer):
     assert len(step.report(PARAMS, X, Y).compressed) == 2
     assert "stablehlo" in step.lower(PARAMS, X, Y).as_text()
     assert step.trace(PARAMS, X, Y).jaxpr.out_avals
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    """Module of flax or equinox: its jitted step is a method, of which it is the first argument."""
+
+    params: dict
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def exact(self, x, y):
+        gradient = jax.grad(loss_fn)(self.params, x, y)
+        return Module(jax.tree.map(lambda w, g: w - 0.1 * g, self.params, gradient))
+
+    compressed = dq.compress(exact, "data", method="exact")
+
+
+class Static:
+    """Object that is a static argument of its jitted step."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def exact(self, params, x, y):
+        gradient = jax.grad(loss_fn)(params, x, y)
+        return jax.tree.map(lambda w, g: w - self.rate * g, params, gradient)
+
+    compressed = dq.compress(exact, "data", method="exact")
+
+
+def test_a_jitted_method_has_its_own_object_in_each_call(data_mesh):
+    mesh = data_mesh(2)
+    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    start = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    exact, ours = (Module(jax.tree.map(jnp.copy, start)) for _ in range(2))
+    for _ in range(3):
+        before = ours
+        exact, ours = exact.exact(x, y), ours.compressed(x, y)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), exact, ours
+        )
+        assert jax.tree.leaves(before)[0].is_deleted()
+    assert ours.compressed.report(x, y).compressed
+    for rate in (0.1, 0.5):
+        trainer = Static(rate)
+        expected, got = trainer.exact(start, x, y), trainer.compressed(start, x, y)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, got
+        )
 
 
 def test_methods_of_two_objects_are_two_programs(data_mesh):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -391,6 +391,75 @@ def test_zeros_that_may_be_no_zeros_are_sent(scale, data_mesh):
     step = on_mesh(data_mesh, local)
     got = dq.compress(step, "data", only=every_sum, method="bf16")(*ARGS)
     assert np.all(np.isnan(got["v"]))
+
+
+def while_false(x):
+    return lax.while_loop(
+        lambda c: c[0], lambda c: (False, jnp.zeros_like(c[1])), (jnp.max(x) < 0, x)
+    )[1]
+
+
+# Functions of numbers of one worker, whose results are zeros in one of two cases.
+PERHAPS_ZEROS = {
+    "a loop without turns": lambda x: lax.fori_loop(
+        0, jnp.sum(x < 0), lambda i, value: jnp.zeros_like(value), x
+    ),
+    "a scan of length 0": lambda x: lax.scan(
+        lambda value, _: (jnp.zeros_like(value), None), x, None, length=0
+    )[0],
+    "a while that ends at once": while_false,
+    "a gather with ones": lambda x: (
+        jnp.zeros(x.shape).at[jnp.int32(2 * x)].get(mode="fill", fill_value=1.0)
+    ),
+    "a gather with no numbers": lambda x: jnp.take(jnp.zeros(x.shape), jnp.int32(3e4 * x)),
+}
+
+
+@pytest.mark.parametrize("name", PERHAPS_ZEROS)
+def test_what_may_be_no_zeros_is_summed(name, data_mesh):
+    def local(p, s, x, y):
+        others = 1 + jnp.float32(lax.axis_index("data")) + jnp.arange(4.0)
+        return lax.pmean(jax.grad(loss)(p, x, y), "data"), lax.psum(
+            PERHAPS_ZEROS[name](others), "data"
+        )
+
+    step = on_mesh(data_mesh, local)
+    (_, expected), (_, got) = jax.jit(step)(*ARGS), dq.compress(step, "data")(*ARGS)
+    np.testing.assert_array_equal(got, expected)
+    assert np.all(expected != 0)
+
+
+def test_the_condition_of_a_loop_has_the_values_that_its_body_returns(data_mesh):
+    def local(p, s, x, y):
+        gradient = lax.pmean(jax.grad(loss)(p, x, y), "data")
+        turns, _ = lax.while_loop(
+            lambda c: (lax.psum(c[1], "data") < 6) & (c[0] < 9),
+            lambda c: (c[0] + 1, c[1] + 1),
+            (0, 0.0),
+        )
+        return gradient, turns
+
+    step = on_mesh(data_mesh, local)
+    assert dq.compress(step, "data")(*ARGS)[1] == jax.jit(step)(*ARGS)[1] == 3
+
+
+def test_a_contraction_of_a_sum_goes_on(data_mesh):
+    """A mean over rows that each row loses again: its gradient is part of that of a table."""
+    mesh = data_mesh(2)
+    table, rows = jnp.ones((SIZE, 64)), jnp.arange(32 * 16).reshape(32, 16) % SIZE
+
+    def centered(table, rows):
+        h = table[rows]
+        return jnp.sum(jnp.sin(h - h.mean(0, keepdims=True)) ** 2)
+
+    args = (
+        jax.device_put(table, NamedSharding(mesh, P())),
+        jax.device_put(rows, NamedSharding(mesh, P("data"))),
+    )
+    report = dq.compress(jax.jit(jax.grad(centered)), "data").report(*args)
+    assert [each.sum.shape for each in report.compressed] == [table.shape]
+    (mean,) = (e for e in report.sums if e.sum.shape == (16, 64) and e.sum.origin == "backward")
+    assert mean.why_exact == "a backward pass goes on with its result"
 
 
 def test_a_step_of_zeros_alone_has_nothing_to_compress(data_mesh):

@@ -10,6 +10,8 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from tests.compress.forms import FORMS, PARAMS, X, Y, loss_fn, mapped, mean_loss, own_gradient

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
@@ -229,3 +230,10 @@ def test_static_arguments_shardings_and_unused_ones_are_those_of_the_jitted_step
     text = compressed.lower(*args, 3.0).compile()
     assert text.input_shardings[0][1].is_equivalent_to(sharded, 2)
     assert len(jax.tree.leaves(text.input_shardings)) == len(jax.tree.leaves(args))
+
+
+def test_layouts_of_results_are_those_of_the_jitted_step(mesh):
+    columns = Format(Layout((1, 0)), jax.NamedSharding(mesh, P()))
+    jitted = jax.jit(lambda *args: mapped(gradient, mesh)(*args)["w"], out_shardings=columns)
+    compressed = dq.compress(jitted, "data", method=METHOD).lower(*ARGS).compile()
+    assert compressed.output_formats.layout.major_to_minor == (1, 0)
