@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._buckets.axes import AxisName
 from dynamiq_jax._inputs.compression import Choice, Compression
@@ -102,6 +103,12 @@ def compress(
             "as lambda state, batch: jax.random.fold_in(jax.random.key(0), state.step), or None."
         )
     request = resolve(method, stateless="compress", measures=with_metrics)
+    specs = request.compression.specs
+    if not (specs is None or callable(specs) or isinstance(specs, PartitionSpec | NamedSharding)):
+        raise TypeError(
+            f"specs={specs!r:.200} is a tree, and the sums of a step are none. Give a "
+            "PartitionSpec for all of them, or a function of a dq.Sum to its PartitionSpec."
+        )
     selection = Selection(axis_name, request.compression.exact_below, only, operations)
     return CompressedStep(
         fun, selection, request, key=key, in_specs=in_specs, missing_ok=missing_ok

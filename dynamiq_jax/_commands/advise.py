@@ -22,6 +22,7 @@ from dynamiq_jax._prediction.advice import (
 from dynamiq_jax._prediction.cost_model import Network
 from dynamiq_jax._prediction.device_speeds import PCIE_CODEC_NS, PCIE_LINKS, TPU_LINKS, DeviceKind
 from dynamiq_jax._prediction.islands import (
+    LEAST_DENSE_BITS,
     SHARE,
     SPARSE,
     SPARSE_KINDS,
@@ -128,12 +129,13 @@ class Advise:
             return []
         size, seconds = parse_size(self.size, "--size"), self.every * self.step_time
         dense = [MessageKind(bits) for bits in self.bits]
+        islands = self.workers // self.devices_per_host  # a host has one link
         rounds = [
-            island_rounds(size, self.workers, kind, seconds, self.rate, self.device == "cpu")
+            island_rounds(size, islands, kind, seconds, self.rate, self.device == "cpu")
             for kind in (*SPARSE_KINDS, *dense)
         ]
         lines = [
-            f"{self.workers} islands with a round every {self.every} steps need "
+            f"{islands} islands with a round every {self.every} steps need "
             f"{format_rate(each.rate)} each to exchange {each.message.bits:g} bits in {SHARE:.0%} "
             f"of the time. On this link, {each.computing[0]:.0%} to {each.computing[1]:.0%} of the "
             f"time computes; a message has {format_bytes(each.message_bytes)}, and a day "
@@ -141,11 +143,13 @@ class Advise:
             for each in rounds
             if each.message in (SPARSE, *dense)
         ]
-        first, second = sorted(rounds, key=lambda each: each.to_loss.on(self.rate))[:2]
+        kinds = (*SPARSE_KINDS, *(kind for kind in dense if kind.bits >= LEAST_DENSE_BITS))
+        measured = [each for each in rounds if each.message in kinds]
+        first, second = sorted(measured, key=lambda each: each.to_loss.on(self.rate))[:2]
         sooner = second.to_loss.on(self.rate) / first.to_loss.on(self.rate)
         keep, bits = first.message.keep, min(self.bits)
         name = "" if keep is None else f", islands.Sparse(keep={keep}),"
-        all_reduces = plain_time(size, self.workers, bits, self.every, seconds)
+        all_reduces = plain_time(size, islands, bits, self.every, seconds)
         plain = faster_from(all_reduces, [each.to_loss for each in rounds])
         memory = format_bytes(4 * 4 * size)  # of four trees in float32
         return [

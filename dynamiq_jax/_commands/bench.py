@@ -68,7 +68,7 @@ class Bench(OnDevices):
     def run(self) -> int:
         """Measure and report; return the exit status."""
         settings = parse_settings(self.settings)
-        sizes = [parse_size(text) for text in self.sizes]
+        sizes = [parse_size(text, least=dq.Compression().exact_below) for text in self.sizes]
         link = None if self.link is None else parse_rate(self.link, "--link")
         if not sizes:
             raise CommandError("--sizes: nothing to measure. Give one such as 8Mi.")

@@ -59,8 +59,8 @@ class Compare:
     workers: tuple[int, ...] = (8,)
     """How many workers, up to 64; the first of those in the file."""
 
-    size: str = "5M"
-    """Float32 coordinates of made-up gradients, in whole rows of 1024."""
+    size: str | None = None
+    """Float32 coordinates of made-up gradients, in whole rows of 1024; 5M by default."""
 
     seeds: int = 1
     """Rounding seeds that errors are averaged over."""
@@ -88,7 +88,8 @@ class Compare:
         skipped = len(names) * len(self.workers) - len(cases)
         if not cases:
             raise CommandError(
-                f"--topologies {self.topologies} do not support any of --workers {self.workers}."
+                f"--topologies {' '.join(self.topologies)} does not support --workers "
+                f"{' '.join(map(str, self.workers))}. Give 4 or 8, or --topologies ring."
             )
         make_devices(max(self.workers))
         gradients = self._load()
@@ -110,6 +111,14 @@ class Compare:
                 f"--methods: {PSUM!r} is not simulated. Give 'exact', sums without compression on "
                 "the same topologies."
             )
+        for method in self.methods:
+            if given := [part for part in method.split(":") if part in TOPOLOGIES]:
+                raise CommandError(
+                    f"--methods: {method!r} has a topology. Give it as --topologies {given[0]}."
+                )
+        parse_settings(self.methods, "--methods")  # an error has the name as it was given
+        if self.gradients is not None and self.size is not None:
+            raise CommandError("--size is of made-up gradients. Give it, or --gradients.")
         for topology in self.topologies:
             if topology not in TOPOLOGIES:
                 raise CommandError(
@@ -127,7 +136,7 @@ class Compare:
             steps = gradient_files.load(self.gradients)
             gradient_files.check_sums(self.gradients, steps, self.workers)
             return steps
-        rows = max(1, parse_size(self.size, "--size") // _COLUMNS)
+        rows = max(1, parse_size(self.size or "5M", "--size") // _COLUMNS)
         drawn = worker_gradients(max(self.workers), rows * _COLUMNS, seed=0)
         return {"made up": {"gradient": drawn.reshape(-1, rows, _COLUMNS)}}
 

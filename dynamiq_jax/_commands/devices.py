@@ -1,6 +1,7 @@
 """Options of commands that measure on the devices of this process, or of several."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.options import check_range
 from dynamiq_jax._measurement.devices import join
 
+_ADDRESS = re.compile(r".+:\d+")
+
 
 @dataclasses.dataclass(frozen=True)
 class OnDevices:
@@ -21,8 +24,8 @@ class OnDevices:
     """Timed calls of each all-reduce. The median counts."""
 
     cpu_devices: int | None = None
-    """Use as many virtual CPU devices, even where there are accelerators. By default 8 where there
-    is no accelerator and one process."""
+    """Use as many virtual CPU devices, even where there are accelerators. By default
+    JAX_NUM_CPU_DEVICES, or 8 where there is no accelerator and one process."""
 
     coordinator: str | None = None
     """Join other processes through this HOST:PORT of process 0, or `auto`."""
@@ -55,10 +58,15 @@ class OnDevices:
                 f"{self.num_processes} and --process-id is {self.process_id}: give all three, or "
                 "--coordinator auto."
             )
+        if several and self.coordinator != "auto" and not _ADDRESS.fullmatch(str(self.coordinator)):
+            raise CommandError(
+                f"--coordinator is {self.coordinator}: give the HOST:PORT of process 0, or auto."
+            )
         check_range("--cpu-devices", self.cpu_devices, 1)
         if self.cpu_devices is not None:
             jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", self.cpu_devices or (1 if several else 8))
+        if self.cpu_devices is not None or jax.config.values["jax_num_cpu_devices"] < 1:
+            jax.config.update("jax_num_cpu_devices", self.cpu_devices or (1 if several else 8))
         if several:
             try:
                 join(None if self.coordinator == "auto" else self.coordinator, *joining)

@@ -12,7 +12,7 @@ import tyro
 
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.errors import CommandError
-from dynamiq_jax._console.units import parse_size
+from dynamiq_jax._console.units import parse_bytes
 from dynamiq_jax._inspection import scripts
 from dynamiq_jax._inspection.collectives import MOST_DEVICES
 from dynamiq_jax._inspection.findings import Evidence, Finding
@@ -83,8 +83,8 @@ class Doctor:
         unknown = [axis for axis in self.workers if not meshes or axis not in meshes[0]]
         if unknown:
             raise CommandError(
-                f"--workers: {unknown[0]!r} is no axis of --mesh. Give all axes with their sizes, "
-                f"as in --mesh {unknown[0]}=4."
+                f"--workers: {unknown[0]!r} is no axis of --mesh{': ' if self.mesh else ''}"
+                f"{' '.join(self.mesh)}. Give all axes with their sizes, as in --mesh data=4."
             )
         inspection = (
             self._of_script(meshes) if self.target.suffix == ".py" else self._of_text(meshes)
@@ -105,7 +105,7 @@ class Doctor:
         if self.cpu_devices is not None:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", self.cpu_devices)
-        least = parse_size(self.least, "--least")
+        least = parse_bytes(self.least, "--least")
         text, traced, mistake = scripts.train_step(self.target, self.arguments, least)
         if mistake is not None:
             return Inspection((), (Finding(mistake.kind, str(mistake)),), is_compiled=False)
@@ -132,6 +132,16 @@ class Doctor:
             )
         if not is_whole(text):
             raise CommandError(f"{self.target} is cut off. {_REMEDY}")
+        if self.cpu_devices is not None:
+            raise CommandError("--cpu-devices is for a script: a compiled program has its devices.")
+        if self.devices_per_host is not None and not meshes:
+            raise CommandError("--devices-per-host needs --mesh, with all axes of the program.")
+        count = re.search(r"num_partitions=(\d+)", text)
+        if meshes and count and math.prod(meshes[0].values()) != int(count[1]):
+            raise CommandError(
+                f"--mesh: {' '.join(self.mesh)} has {math.prod(meshes[0].values())} devices, and "
+                f"the program {count[1]}. Give the axes of its mesh."
+            )
         known = Evidence(workers=self.workers)
         try:
             return inspect_text(text, known, meshes=meshes, devices_per_host=self.devices_per_host)

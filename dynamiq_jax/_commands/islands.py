@@ -15,6 +15,8 @@ from dynamiq_jax._console.units import format_seconds
 from dynamiq_jax._core.text import format_bytes
 from dynamiq_jax.islands import ObjectStore, RoundRecord, SharedFolder, Transport, history
 
+_PATIENCE = 10.0  # seconds for a store that does not answer: somebody waits for the table
+
 
 @dataclasses.dataclass(frozen=True)
 class ShowIslands:
@@ -48,11 +50,16 @@ class ShowIslands:
         """Print the rounds; return the exit status."""
         options.check_range("--last", self.last, 1)
         options.check_outputs(self.json, self.plot)
-        secret = None if self.secret is None else self.secret.read_bytes()
+        try:
+            secret = None if self.secret is None else self.secret.read_bytes()
+        except OSError as error:
+            raise CommandError(f"--secret is {self.secret}: {error.strerror}.") from None
         try:
             rounds = history(transport_of(self.store), secret, self.last)
         except ValueError as error:
             raise CommandError(str(error)) from None
+        except Exception as error:  # of the package of the store, in any kind
+            raise CommandError(f"{self.store} cannot be read: {error!r:.200}") from None
         console = tables.console()
         console.print(_table(rounds))
         for each in rounds:
@@ -87,7 +94,7 @@ def transport_of(store: str) -> Transport:
         raise CommandError(
             f"{store}: {error}. Install fsspec and the package of the store."
         ) from None
-    return ObjectStore(filesystem, path)
+    return ObjectStore(filesystem, path, patience=_PATIENCE)
 
 
 def _row(each: RoundRecord) -> dict[str, Any]:

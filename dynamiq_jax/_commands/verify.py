@@ -15,6 +15,7 @@ from dynamiq_jax._commands.devices import OnDevices
 from dynamiq_jax._console import options, records, tables
 from dynamiq_jax._console.errors import CommandError
 from dynamiq_jax._console.units import format_rate, format_seconds, format_size, parse_size
+from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
     BASE,
@@ -81,7 +82,7 @@ class Verify(OnDevices):
 
     def run(self) -> int:
         """Verify and report; return the exit status."""
-        size = parse_size(self.size, "--size")
+        size = parse_size(self.size, "--size", least=Compression().exact_below)
         _check_names("--backends", self.backends, tuple(BACKENDS))
         _check_names("--cases", self.cases, tuple(CASES))
         options.check_range("--timeout", self.timeout, 1)

@@ -12,7 +12,7 @@ _LARGEST = 10**18  # above all gradients and links, and times can still be compu
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([A-Za-z]*)")
 
 
-def parse_size(text: str, option: str = "--sizes") -> int:
+def parse_size(text: str, option: str = "--sizes", least: int = 1) -> int:
     """Parse a number of coordinates: "8Mi", "1.5M", "7B" or "4096"."""
     example = "8Mi (8 * 2**20), 350M (350 * 10**6), 7G or 7B (7 * 10**9), or 4096"
     size = _parse(text, _SIZES, option, "a number of coordinates", example)
@@ -20,12 +20,26 @@ def parse_size(text: str, option: str = "--sizes") -> int:
         raise CommandError(
             f"{option}: {text!r:.80} is not a whole number. Give one such as {example}."
         )
+    if size < least:
+        raise CommandError(
+            f"{option}: {text!r:.80} is less than {least}, and so few coordinates are not "
+            f"compressed. Give more, such as {example}."
+        )
     return int(size)
 
 
 def parse_rate(text: str, option: str = "--rate") -> float:
     """Parse a rate, such as "200mbit" or "1gbit", to bits a second."""
-    return float(_parse(text.lower(), _RATES, option, "a rate", "200mbit, 1gbit or 2.5gbit"))
+    spelled = (str.lower, str.capitalize, str.upper)
+    rates = {spell(unit): factor for unit, factor in _RATES.items() for spell in spelled}
+    return float(_parse(text, rates, option, "a rate", "200mbit, 1gbit or 2.5gbit"))
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Parse a number of bytes: "4Ki", "4kB", "1.5 MB" or "4096"."""
+    sizes = {unit: factor for unit, factor in _SIZES.items() if unit != "B"}
+    sizes |= {f"{unit}B": factor for unit, factor in sizes.items()}
+    return int(_parse(text, sizes, option, "a number of bytes", "4Ki, 4kB or 4096"))
 
 
 def format_size(size: int) -> str:

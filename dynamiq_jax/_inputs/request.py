@@ -59,10 +59,14 @@ class Request:
     def check_state(self, method: Method) -> None:
         """Raise ValueError for a method whose state the function has nowhere to keep."""
         if self.stateless and method.is_stateful:
+            remedy = (
+                "Use dq.all_reduce_gradients inside jax.shard_map: its optimizer state holds it."
+            )
+            if self.stateless.startswith("islands"):
+                remedy = "Give the method alone, and Islands(feedback=True) for error feedback."
             raise ValueError(
                 f"method={method!r} carries state from step to step, which dq.{self.stateless} "
-                "cannot keep. Use dq.all_reduce_gradients inside jax.shard_map: its optimizer "
-                "state holds it."
+                f"cannot keep. {remedy}"
             )
 
 

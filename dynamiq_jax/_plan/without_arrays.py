@@ -66,7 +66,7 @@ def _axes(axis_size: Any, mesh: Any) -> Axes:
         if not given or not all(is_integer(size) and size >= 1 for size in given):
             raise ValueError(
                 f"axis_size={axis_size!r} is not a number of workers. Give an integer of at least "
-                "1, or a tuple of them, one for each axis."
+                "1, or a tuple of them, one for each axis. Names of axes need mesh= and specs=."
             )
         return Axes.of({str(number): int(size) for number, size in enumerate(given)})
     if not isinstance(mesh, Mesh | AbstractMesh):

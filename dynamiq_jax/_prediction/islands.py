@@ -35,6 +35,7 @@ SPARSE_KINDS = tuple(
     )
 )
 SPARSE = SPARSE_KINDS[1]  # of the default settings
+LEAST_DENSE_BITS = 3  # of dense messages whose rounds to a loss were measured
 # Steps to one loss with an all-reduce in each, relative to the local steps of islands with messages
 # of 4 bits: benchmarks/results/islands_links.json.
 PLAIN_STEPS = 0.62

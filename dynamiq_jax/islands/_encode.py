@@ -81,7 +81,7 @@ def encode(tree: Any, method: Choice = Compression(), *, key: Array | None = Non
     """
     if isinstance(method, Sparse):  # exact leaves would be most of its bytes
         method = Compression(method, exact_below=0)
-    request = resolve(method, stateless="encode")
+    request = resolve(method, stateless="islands.encode")
     _check_compression(request.compression)
     for each in request.compression.policy.used(tree):
         _format_of(each)  # raises if it is not possible

@@ -118,6 +118,11 @@ class Islands:
                 f"name={self.name!r:.80} is not possible: files have it. Give a printable "
                 f"name of at most {LONGEST_NAME} bytes, without '/', that begins with no '.'."
             )
+        if not all(hasattr(self.transport, name) for name in ("put", "get", "names")):
+            raise TypeError(
+                f"transport={self.transport!r:.80} is no store. Give one, such as "
+                "islands.SharedFolder('/shared/run-1')."
+            )
         check_integer("count", self.count, 1)
         check_number("deadline", self.deadline, 0, float("inf"))
         check_choice("late", self.late, ("keep", "drop"))
@@ -246,6 +251,8 @@ class Islands:
     ) -> Outgoing:
         """Encode the change of a round."""
         check_weight("weight", weight)
+        if loss is not None and not isinstance(np.asarray(loss).item(), int | float):
+            raise TypeError(f"loss={loss!r:.80} is not a number. Give one, or None.")
         if leaves_of(params) != leaves_of(state.reference):
             raise ValueError(
                 f"params have leaves {leaves_of(params)!r:.200}, and the reference "

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 logger = logging.getLogger("dynamiq_jax.islands")
+_CREDENTIALS = re.compile("Credential|Authentication")
 
 
 class Transport(Protocol):
@@ -100,9 +102,16 @@ class ObjectStore:
     that is down end no island. A missing permission and an expired credential end it at once.
     """
 
-    filesystem: Any  # fsspec.AbstractFileSystem
+    filesystem: Any = dataclasses.field(repr=False)  # fsspec.AbstractFileSystem
     path: str
     patience: float = 600.0  # seconds after which a call that fails again and again is an error
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.filesystem, "pipe_file"):
+            raise TypeError(
+                f"filesystem={self.filesystem!r:.80} is no file system of fsspec. Give one, such "
+                "as fsspec.filesystem('s3')."
+            )
 
     def put(self, name: str, data: bytes) -> bool:
         """Store bytes; see `Transport.put`."""
@@ -155,6 +164,8 @@ class ObjectStore:
 
 def _may_pass(error: BaseException) -> bool:
     """Return whether an error may be that of a store which answers later."""
+    if _CREDENTIALS.search(type(error).__name__):  # as packages of stores call missing ones
+        return False
     answers = (FileNotFoundError, FileExistsError, PermissionError)
     mistakes = (AttributeError, NotImplementedError, TypeError, ValueError)
     return isinstance(error, Exception) and not isinstance(error, answers + mistakes)

@@ -303,6 +303,13 @@ def test_it_names_the_link_that_islands_need():
     assert "96% to 97% of the time computes" in four
     assert "a message has 500 MB" in four and "take 16 GB on the host" in memory
     assert "300 Mbit/s each to exchange 5 bits in 10% of the time" in five
+    # The devices of a host are one island.
+    hosts = dataclasses.replace(asked, workers=16, devices_per_host=4, every=100).island_links()
+    assert "4 islands with a round every 100 steps need 240 Mbit/s" in hosts[1]
+    # Of so few bits in dense messages, nobody has measured the rounds.
+    assert (
+        "2.375" not in dataclasses.replace(asked, bits=(2.375,), every=100).island_links()[-2][:60]
+    )
     # An exchange of 4 bits takes 17 s, less than a fifth of the steps: more rounds would cost more.
     assert "4 bits are the fastest on this link, 1.01 times as fast as those of 5 bits" in fastest
 

@@ -26,6 +26,7 @@ from dynamiq_jax._console.units import (
     format_rate,
     format_seconds,
     format_size,
+    parse_bytes,
     parse_rate,
     parse_size,
 )
@@ -114,12 +115,28 @@ def test_sizes_and_rates_are_read_or_refused_with_an_example():
     for text in ("200", "200mb", "fast", "0mbit", "-1gbit"):
         with pytest.raises(CommandError, match=r"--rate: .*200mbit"):
             parse_rate(text)
+    with pytest.raises(CommandError, match=r"'12\.5MB/s' is not a rate"):
+        parse_rate("12.5MB/s")
+    with pytest.raises(CommandError, match="--size: '512' is less than 1024"):
+        parse_size("512", "--size", least=1024)
+    sizes = {
+        "4Ki": 4096,
+        "4KiB": 4096,
+        "4kB": 4000,
+        "4KB": 4000,
+        "4B": 4,
+        "4": 4,
+        "1.5MB": 1_500_000,
+    }
+    assert {text: parse_bytes(text, "--least") for text in sizes} == sizes
+    with pytest.raises(CommandError, match="--least: '4Q' is not a number of bytes"):
+        parse_bytes("4Q", "--least")
 
 
 def test_numbers_are_shown_in_natural_units():
     assert [format_size(n) for n in (2**20, 3 * 2**10, 5000)] == ["1Mi", "3Ki", "5000"]
     assert [format_rate(r) for r in (2e8, 1e9, 56e3)] == ["200 Mbit/s", "1 Gbit/s", "56 kbit/s"]
-    assert [format_bytes(b) for b in (7e6, 512)] == ["7 MB", "512 B"]
+    assert [format_bytes(b) for b in (4.1e12, 7e6, 512)] == ["4.1 TB", "7 MB", "512 B"]
     assert [format_seconds(s) for s in (2.0, 0.05, 1e-4)] == ["2 s", "50 ms", "100 us"]
 
 
@@ -321,6 +338,9 @@ def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
         ("bench --cpu-devices 0", "--cpu-devices is 0: give at least 1"),
         ("bench --process-id 1", "no --coordinator"),
         ("bench --coordinator localhost:1 --process-id 1", "--num-processes is None"),
+        ("bench --coordinator a --num-processes 2 --process-id 0", "give the HOST:PORT"),
+        ("bench --sizes 10", "'10' is less than 1024"),
+        ("verify --size 10", "'10' is less than 1024"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -258,11 +259,13 @@ def test_it_compares_from_the_command_line(tmp_path, monkeypatch, capsys):
         ({"workers": (1,)}, "2 to 64"),
         ({"workers": (65,)}, "2 to 64"),
         ({"topologies": ("star",)}, "'star' is not known"),
-        ({"methods": ("nothing",)}, "--methods: 'nothing:ring'"),
-        ({"methods": ("bf16", "bf16:all_to_all")}, "gives several topologies: .*Give one"),
+        ({"methods": ("nothing",)}, "--methods: 'nothing':"),
+        ({"methods": ()}, "--methods: nothing to measure"),
+        ({"methods": ("bf16", "bf16:all_to_all")}, "'bf16:all_to_all' .* --topologies all_to_all"),
+        ({"gradients": Path("g.npz"), "size": "5M"}, "--size is of made-up gradients"),
         ({"methods": ("dynamiq:5:auto",)}, "'auto' is not an option of dynamiq"),
         ({"methods": ("psum",)}, "--methods: 'psum' is not simulated. Give 'exact'"),
-        ({"topologies": ("butterfly",), "workers": (6,)}, "do not support"),
+        ({"topologies": ("butterfly",), "workers": (6,)}, "does not support --workers 6"),
         ({"seeds": 0}, "at least 1"),
     ],
 )

@@ -74,6 +74,18 @@ def test_what_is_no_run_is_one_error(tmp_path):
         ShowIslands(str(tmp_path / "none")).run()
     with pytest.raises(CommandError, match="nothing://run"):
         transport_of("nothing://run")
+    with pytest.raises(CommandError, match=r"--secret is .*none: No such file"):
+        ShowIslands(str(tmp_path), secret=tmp_path / "none").run()
+
+
+def test_a_store_that_refuses_is_one_error(monkeypatch):
+    def refuse(*args, **options):
+        raise PermissionError("Access Denied")
+
+    memory = pytest.importorskip("fsspec", reason="URLs need fsspec").filesystem("memory")
+    monkeypatch.setattr(type(memory), "ls", refuse)
+    with pytest.raises(CommandError, match=r"memory://bucket/run cannot be read: .*Access Denied"):
+        ShowIslands("memory://bucket/run").run()
 
 
 def test_a_url_is_an_object_store():

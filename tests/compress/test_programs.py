@@ -198,6 +198,8 @@ def test_mistakes_are_errors(mesh):
         dq.compress(step, "data", method="ef+bf16")(*args)
     with pytest.raises(ValueError, match="over 'data'"):
         dq.compress(step, "model")(*args)
+    with pytest.raises(TypeError, match=r"specs=\{.*is a tree"):
+        dq.compress(step, "data", dq.Compression(specs={"w": P()}))
     automatic = jax.jit(lambda params, x, y: jax.grad(loss_fn)(params, x, y))
     unsplit = r"No argument is split over {}, and no map has that axis{}\. .*\n.*in_specs="
     with pytest.raises(ValueError, match=unsplit.format("'data'", "")):

@@ -198,6 +198,19 @@ def test_what_is_neither_is_an_error(tmp_path, content):
         Doctor(target=path, devices_per_host=0).run()
 
 
+def test_options_that_do_not_fit_a_program_are_errors(tmp_path):
+    path = tmp_path / "step.hlo"
+    path.write_text(compiled_text())
+    for options, says in (
+        ({"mesh": ("hosts=4", "local=4")}, "--mesh: hosts=4 local=4 has 16 devices"),
+        ({"cpu_devices": 4}, "--cpu-devices is for a script"),
+        ({"devices_per_host": 2}, "--devices-per-host needs --mesh"),
+        ({"mesh": ("data=4",), "workers": ("datta",)}, "'datta' is no axis of --mesh: data=4"),
+    ):
+        with pytest.raises(CommandError, match=says):
+            Doctor(target=path, **options).run()
+
+
 @pytest.mark.parametrize("texts", ("data", "data=0", "data=x", "data=2 data=4"))
 def test_a_mesh_is_written_as_axes_with_sizes(texts):
     assert parse_mesh(("data=4", "model=2")) == {"data": 4, "model": 2}

@@ -130,7 +130,11 @@ def test_a_store_that_is_down_is_asked_again(tmp_path, caplog):
     impatient = ObjectStore(store.filesystem, store.path, patience=0.2)
     with pytest.raises(ConnectionError, match="gone"):
         impatient.get("a/b")
-    for error in (PermissionError("expired"), TypeError("no such option")):
+
+    class NoCredentialsError(Exception):
+        """As botocore says it."""
+
+    for error in (PermissionError("expired"), TypeError("no such option"), NoCredentialsError()):
         store.filesystem.errors = [error]
         with pytest.raises(type(error)):
             store.get("a/b")
@@ -328,7 +332,7 @@ def test_islands_of_other_references_are_told(tmp_path):
     foreign = foreign._replace(reference=moved(PARAMS, 5))
     with pytest.raises(RuntimeError, match=r"round 0: 'b' holds the reference .* Call join"):
         other.exchange(foreign.reference, foreign)
-    with pytest.raises(ValueError, match=r"it has 0/b@0:7 of float32, and this island"):
+    with pytest.raises(ValueError, match=r"it has 0/b@0:7, and this island"):
         Islands(transport=SharedFolder(tmp_path), name="c").join({"v": np.zeros(3, np.float32)})
 
 
@@ -357,6 +361,20 @@ def test_feedback_keeps_what_the_others_did_not_receive(tmp_path):
             applied[name] + state.residual[name], total[name], rtol=1e-3, atol=1e-6
         )
     assert np.any(state.residual["w"])
+
+
+def test_a_loss_that_is_no_number_is_refused_before_anything_is_sent(tmp_path):
+    (island,), (state,) = joined(SharedFolder(tmp_path), "a")
+    with pytest.raises(TypeError, match="loss='x' is not a number"):
+        island.exchange(PARAMS, state, loss="x")
+    assert not SharedFolder(tmp_path).names("change")
+
+
+def test_what_is_no_store_is_refused():
+    with pytest.raises(TypeError, match=r"transport='/tmp/x' is no store.*SharedFolder"):
+        Islands(transport="/tmp/x", name="a")
+    with pytest.raises(TypeError, match="filesystem='s3' is no file system of fsspec"):
+        ObjectStore("s3", "bucket/run")
 
 
 def test_fields_that_are_not_possible_are_refused(tmp_path):
