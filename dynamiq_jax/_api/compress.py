@@ -77,7 +77,7 @@ def compress(
       this one, with the same donated and static arguments and shardings. Otherwise it is compiled
       when it is called outside of a trace: Python floats are arrays, and other arguments that are
       no arrays are constants, as is what it reads from its object. Its method `report` lists all
-      sums of the step, and `lower` and `trace` are those of `jax.jit`.
+      sums of the step, and `lower`, `trace` and `eval_shape` are those of `jax.jit`.
 
     Raises:
       TypeError: `fun` or an argument is of the wrong kind; the step assigns arrays to its object.

@@ -92,6 +92,14 @@ class CompressedStep:
             return self._jitted(leaves).trace(*args, **kwargs)
         return self._function(leaves).trace(*leaves.arrays)
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return shapes and dtypes of the results, as the method of `jax.jit` does."""
+        args = self._with_instance(args)
+        leaves = self._leaves(args, kwargs)
+        if self._is_jitted:
+            return self._jitted(leaves).eval_shape(*args, **kwargs)
+        return _tree_of(self._function(leaves).eval_shape(*leaves.arrays))
+
     def report(self, *args: Any, **kwargs: Any) -> CompressReport:
         """List the sums of the step, with their bytes and the reason of those that stay exact.
 
@@ -186,10 +194,8 @@ class CompressedStep:
     @staticmethod
     def _finished(leaves: Leaves, results: _Results) -> Any:
         """Return what the step returns, and give its objects their new arrays."""
-        returned, changed, metrics = results
-        leaves.update(changed)
-        tree, _ = returned.joined()
-        return tree if metrics is None else (tree, metrics)
+        leaves.update(results[1])
+        return _tree_of(results)
 
     def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> ScheduledStep:
         """Trace the step and schedule it.
@@ -221,6 +227,13 @@ class CompressedStep:
                 "would happen only while it is traced. Return them, or compress the function "
                 "inside that takes and returns them."
             )
+
+
+def _tree_of(results: _Results) -> Any:
+    """Return what a step returns, and metrics if they are asked for."""
+    returned, _, metrics = results
+    tree, _ = returned.joined()
+    return tree if metrics is None else (tree, metrics)
 
 
 def _leaves_of(value: Any) -> list[Any]:

@@ -80,7 +80,7 @@ class RoundFiles:
                 if decision.reference != reference:
                     raise RuntimeError(
                         f"round {number}: {self.name!r} holds the reference {reference}, and the "
-                        f"others {decision.reference}. Call join for theirs."
+                        f"others {decision.reference}. Call join for theirs, with the same outer=."
                     )
                 changes, damaged = self._changes(number, decision, wanted)
                 if not damaged:

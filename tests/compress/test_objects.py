@@ -118,6 +118,16 @@ def test_a_jitted_method_has_its_own_object_in_each_call(data_mesh):
         )
 
 
+@pytest.mark.parametrize("wrap", (jax.jit, lambda fun: fun), ids=("jitted", "plain"))
+def test_shapes_of_results_are_those_of_the_step(wrap, data_mesh):
+    step = wrap(mapped(lambda *a: jax.grad(mean_loss)(*a), data_mesh(2)))
+    compressed = dq.compress(step, "data", method=METHOD, missing_ok=True)
+    found = compressed.eval_shape(PARAMS, X, Y)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), found) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), PARAMS
+    )
+
+
 def test_methods_of_two_objects_are_two_programs(data_mesh):
     first, second = Trainer(data_mesh(2)), Trainer(data_mesh(2))
     second.scale = 6.0
