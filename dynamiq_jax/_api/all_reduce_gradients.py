@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from jax import Array, lax
 from dynamiq_jax._buckets.axes import AxisName, find_axes
 from dynamiq_jax._check.check import check_plan
 from dynamiq_jax._collectives.all_reduce import AllReduce
-from dynamiq_jax._core.validation import check_integer, check_seed, is_whole_array
+from dynamiq_jax._core.validation import check_integer, check_seed, is_integer, is_whole_array
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.schedule import Schedule
@@ -92,8 +91,7 @@ def all_reduce_gradients(
     if not is_whole_array(start_step):
         check_integer("start_step", start_step, 0, 2**31 - 1)
     schedule = method if isinstance(method, Schedule) else Schedule({0: method})
-    is_phase = isinstance(phase, numbers.Integral) and 0 <= phase < len(schedule.phases)
-    if phase is not None and not is_phase:
+    if phase is not None and not (is_integer(phase) and 0 <= phase < len(schedule.phases)):
         raise ValueError(
             f"phase={phase!r} is not one of the {len(schedule.phases)} of method={method!r:.200}. "
             "Give schedule.phase(step), or None."

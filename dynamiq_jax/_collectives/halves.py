@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -13,6 +12,7 @@ from dynamiq_jax._buckets import exact
 from dynamiq_jax._buckets.buckets import Bucket, CutRules
 from dynamiq_jax._buckets.order import after
 from dynamiq_jax._collectives.collective import Collective, Leaves
+from dynamiq_jax._core.validation import check_flag, is_integer
 from dynamiq_jax._inputs import checks
 from dynamiq_jax._inputs.compression import Compression
 from dynamiq_jax.methods import ChunkedMethod, Method, Reduced, State
@@ -27,6 +27,9 @@ class _Half(Collective):
     tiled: bool = False
 
     function: ClassVar[str]  # of the library, for errors
+
+    def __post_init__(self) -> None:
+        check_flag("tiled", self.tiled)
 
     @override
     def check_method(self, method: Method) -> None:
@@ -46,7 +49,7 @@ class ReduceScatter(_Half):
     @override
     def check(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         dimension, workers, rank = self.dimension, self.axes.num_workers, leaf.ndim
-        if not (isinstance(dimension, int | np.integer) and -rank <= dimension < rank):
+        if not (is_integer(dimension) and -rank <= dimension < rank):
             remedy = f"one from {-rank} to {rank - 1}" if rank else "leaves with a dimension"
             raise ValueError(
                 f"scatter_dimension={dimension!r} is not a dimension of tree{name}, of shape "
@@ -132,7 +135,7 @@ class AllGather(_Half):
     @override
     def check(self, name: str, leaf: Any, spec: PartitionSpec) -> None:
         axis, rank = self.dimension, leaf.ndim if self.tiled else leaf.ndim + 1
-        if not (isinstance(axis, int | np.integer) and -rank <= axis < rank):
+        if not (is_integer(axis) and -rank <= axis < rank):
             remedy = f"Give one from {-rank} to {rank - 1}." if rank else "Give tiled=False."
             raise ValueError(
                 f"axis={axis!r} is not a dimension that the parts of tree{name}, of shape "

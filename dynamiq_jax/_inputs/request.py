@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dynamiq_jax._core.validation import check_flag
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax.methods import Method
@@ -87,6 +88,7 @@ def resolve(
             f"method={method!r:.200} is a schedule, which needs the step: dq.all_reduce_gradients "
             "alone takes one. Give the method of one phase, such as schedule.methods[0]."
         )
+    check_flag("with_metrics", measures)
     given = tuple((settings or {}).items())
     request = Request(Compression.of(method), stateless, measures, given)
     for each in request.compression.policy.known:

@@ -45,6 +45,7 @@ class Schedule:
 
     def phase(self, step: int) -> int:
         """Return the number of the phase of a step."""
+        check_integer("step", step, 0)
         return bisect.bisect(list(self.phases), step) - 1
 
     def traced_phase(self, step: Array) -> Array:

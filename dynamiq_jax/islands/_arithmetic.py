@@ -78,7 +78,7 @@ def went_on(params: Any, start: Any, reference: Any) -> Any:
     """Return a reference with the change of this island since a start."""
     if start is reference:
         return params
-    return _went_on(params, on_devices(start), on_devices(reference))
+    return _went_on(*on_devices((params, start, reference)))
 
 
 @jax.jit

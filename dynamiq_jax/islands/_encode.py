@@ -164,6 +164,11 @@ def _check_compression(compression: Compression) -> None:
             "bucketing='striped' is not possible in a message, whose buckets hold whole leaves. "
             "Leave it out."
         )
+    if compression.specs is not None:
+        raise ValueError(
+            f"specs={compression.specs!r:.200} are of a collective on a mesh, and a message holds "
+            "whole leaves. Leave them out."
+        )
     if compression.max_error is not None:
         raise ValueError(
             f"max_error={compression.max_error!r} limits the error of an all-reduce, and a message "

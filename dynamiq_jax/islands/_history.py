@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from dynamiq_jax._core import check_integer
 from dynamiq_jax.islands._records import Decision, RoundNotes, opened
 from dynamiq_jax.islands._rounds import decision_file, numbers_of
 from dynamiq_jax.islands._transports import Transport
@@ -30,6 +31,8 @@ def history(
     Raises:
       ValueError: there is no run in the store.
     """
+    if last is not None:
+        check_integer("last", last, 1)
     numbers = {*numbers_of([*transport.names("here"), *transport.names("decision")])}
     if not numbers:
         raise ValueError(f"{transport!r} has no run of islands. Give the place that they share.")

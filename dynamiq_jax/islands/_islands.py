@@ -11,7 +11,7 @@ import optax
 
 from dynamiq_jax._core import check_choice, check_flag, check_integer, check_number, check_optimizer
 from dynamiq_jax._inputs.checks import check_floating
-from dynamiq_jax._inputs.compression import Choice
+from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._arithmetic import (
     change_of,
@@ -30,13 +30,13 @@ from dynamiq_jax.islands._packing import pack
 from dynamiq_jax.islands._pending import PendingExchange
 from dynamiq_jax.islands._records import LONGEST_NAME, Decision, digest_of, is_file_name, sealed
 from dynamiq_jax.islands._rounds import RoundFiles, change_file, loss_file, numbers_of, state_file
-from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
+from dynamiq_jax.islands._shards import Shard, Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._state import IslandState, Outgoing, Transferred, hash_of_state
 from dynamiq_jax.islands._transports import Transport, logger
 from dynamiq_jax.islands.merging import check_weight, leaves_of, take_outer_step, wide
 from dynamiq_jax.islands.messages import Message
-from dynamiq_jax.methods import DynamiQ
+from dynamiq_jax.methods import DynamiQ, Method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -79,7 +79,8 @@ class Islands:
     name: str  # of this island, another one for each
     count: int = 1  # islands that the first round waits for
     deadline: float = 60.0  # seconds that an island waits for the others, from its own change on
-    # Change that comes after the decision: "keep" adds it to the next one, "drop" forgets it.
+    # Change that comes after the decision: "keep" adds it to the next one, times `decay`, and
+    # "drop" forgets it.
     late: Literal["keep", "drop"] = "keep"
     # What a message leaves out of a change is added to the next one, in float32: its rounding, and
     # with `Sparse` most of it.
@@ -156,7 +157,10 @@ class Islands:
         check_integer("seed", self.seed, -(2**31), 2**32 - 1)
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         # Raises for a method that no message can hold: not after a round of local steps.
-        encode(np.zeros(1, np.float32), key=jax.random.key(0), method=self.method)
+        compression = Compression.of(self.method)
+        methods: tuple[Any, ...] = (*compression.policy.known, "uncompressed")
+        for one in (dataclasses.replace(compression, method=method) for method in methods):
+            encode(np.zeros(1, np.float32), key=jax.random.key(0), method=one)
 
     @property
     def _rounds(self) -> RoundFiles:
@@ -264,14 +268,28 @@ class Islands:
         wanted = change_of(*on_devices((start, params, state.residual)), self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
+        method = self._method_of(wanted)
 
         def encoded(tree: Any, part: int) -> Message:
             own = jax.random.fold_in(key, part) if part else key
-            return encode(tree, key=own, method=self.method)
+            return encode(tree, key=own, method=method)
 
         packed = pack(self.name, weight, wanted, encoded)
         reference = hash_of_state(on_devices(state))
         return Outgoing(state, reference, start, self._at_rest(wanted), packed, loss)
+
+    def _method_of(self, tree: Any) -> Choice:
+        """Return the method of a message. A policy names leaves, of which devices send parts."""
+        compression = Compression.of(self.method)
+        if compression.policy.everywhere is not None:
+            return self.method
+        methods = dict(zip(leaves_of(tree), compression.policy.methods(tree), strict=True))
+
+        def of_part(path: str, _: Any) -> Method | str:
+            whole = path if path in methods else Shard.named(path).path
+            return methods[whole] or "uncompressed"
+
+        return dataclasses.replace(compression, method=of_part)
 
     def _at_rest(self, tree: Any) -> Any:
         """Return a tree in the memory that holds states."""

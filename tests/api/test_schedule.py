@@ -170,10 +170,16 @@ def test_methods_of_phases_are_checked_at_once():
         dq.Schedule({0: "bf16", 10: "bf17"})
 
 
-@pytest.mark.parametrize("phase", [-1, 2, 1.0, "1"])
+@pytest.mark.parametrize("phase", [-1, 2, 1.0, "1", True])
 def test_impossible_phase(phase):
     with pytest.raises(ValueError, match=r"phase=.* is not one of the 2"):
         dq.all_reduce_gradients("data", method=dq.Schedule({0: "bf16", 1: "exact"}), phase=phase)
+
+
+def test_a_step_that_is_none_has_no_phase():
+    for step in (-1, 1.5):
+        with pytest.raises(ValueError, match="step="):
+            dq.Schedule({0: "bf16"}).phase(step)
 
 
 def test_a_schedule_is_for_the_optimizer_alone():

@@ -89,6 +89,8 @@ def test_a_leaf_that_holds_nothing_is_scattered_too(tiled, shape):
         ((10, 8), {"tiled": True}, "dimension 0 does not scatter over 4 workers"),
         ((8, 8), {}, "Give 4, or tiled=True"),
         ((8, 8), {"scatter_dimension": 2, "tiled": True}, "scatter_dimension=2"),
+        ((8, 8), {"scatter_dimension": True, "tiled": True}, "scatter_dimension=True"),
+        ((8, 8), {"tiled": "no"}, "tiled='no' is not possible"),
     ),
 )
 def test_leaves_that_do_not_scatter_are_refused(shape, options, words):

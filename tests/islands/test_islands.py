@@ -363,6 +363,15 @@ def test_feedback_keeps_what_the_others_did_not_receive(tmp_path):
     assert np.any(state.residual["w"])
 
 
+def test_islands_with_and_without_64_bits_are_in_one_run(tmp_path):
+    folder, fields = SharedFolder(tmp_path), {"count": 1, "deadline": 0, "method": "exact"}
+    (one, other), (state, _) = joined(folder, "ab", **fields)
+    state = one.exchange(moved(PARAMS, 1), state)
+    with jax.enable_x64(not jax.config.jax_enable_x64):
+        again = other.join(jax.tree.map(np.zeros_like, PARAMS))
+        assert again.round == 1 and same(again[1:3], state[1:3])
+
+
 def test_a_loss_that_is_no_number_is_refused_before_anything_is_sent(tmp_path):
     (island,), (state,) = joined(SharedFolder(tmp_path), "a")
     with pytest.raises(TypeError, match="loss='x' is not a number"):

@@ -190,6 +190,7 @@ def test_errors_of_encode():
     refused(ValueError, of_messages, method=STOCHASTIC)
     refused(ValueError, r"ErrorFeedback.*\(feedback=True\)", method="ef+dynamiq:3")
     refused(ValueError, "bucketing='striped'", method=dq.Compression(bucketing="striped"))
+    refused(ValueError, "specs=.* are of a collective", method=dq.Compression(specs=P("data")))
     refused(ValueError, "max_error=0.1 limits", method=dq.Compression(max_error=0.1))
     refused(ValueError, "cannot be in a message", [np.float32(1)], method=STOCHASTIC)
     refused(TypeError, "key=3 is not a PRNG key", key=3)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,6 +97,22 @@ def test_compressed_shards_are_near_and_the_same_on_all_islands(method):
     assert 1e-6 < error / sum(np.sum(known[n] ** 2) for n in PARAMS) < (1 if feedback else 0.05)
     if feedback:
         assert all(np.any(state.residual["w"]) for state in states)
+
+
+@pytest.mark.parametrize("layout", ("one device", "both"))
+@pytest.mark.parametrize("is_function", (False, True))
+def test_a_policy_names_whole_leaves(layout, is_function):
+    """Also of leaves of which a device sends a part, or nothing."""
+    method: Any = {"^b$": "uncompressed", "^w$": "dynamiq:4"}
+    if is_function:
+        method = lambda path, leaf: {"w": "dynamiq:4", "b": "uncompressed"}[path]  # noqa: E731
+    (state, _), store = run((layout, "one device"), rounds=1, **PLAIN | {"method": method})
+    expected, _ = run(("one device",) * 2, rounds=1, **PLAIN | {"method": "exact"})
+    assert same(state.reference["b"], expected[0].reference["b"])
+    pairs = [jax.device_get(s.reference["w"]) - PARAMS["w"] for s in (state, expected[0])]
+    assert 1e-4 < np.sum((pairs[0] - pairs[1]) ** 2) / np.sum(pairs[1] ** 2) < 0.05
+    sent = [len(data) for name, data in store.files.items() if "state/" not in name]
+    assert max(sent) < PARAMS["w"].nbytes / 2
 
 
 def test_who_joins_reads_states_of_other_shardings():

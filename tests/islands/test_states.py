@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.islands import Islands, SharedFolder, Sparse
@@ -72,6 +72,20 @@ def test_states_on_hosts_have_the_same_bits_and_leave_the_devices(tmp_path, devi
         trees = params, state.reference
         one, other = (jax.tree.map(lambda leaf: leaf.sharding.spec, tree) for tree in trees)
         assert one == other
+
+
+def test_parameters_in_memory_of_a_host_go_on_as_others_do(tmp_path):
+    expected = rounds(island(tmp_path / "device"), params_on(1), 3, ahead=True)
+    islands, (device, *_) = island(tmp_path / "host"), jax.devices()
+    host = SingleDeviceSharding(device, memory_kind="pinned_host")
+    state, exchange = islands.join(params_on(1)), None
+    params = state.reference
+    for number in range(3):
+        params = moved(params, number)
+        state = state if exchange is None else exchange.result()
+        exchange = islands.start_exchange(jax.device_put(params, host), state)
+        params = jax.device_put(exchange.params, SingleDeviceSharding(device))
+    assert same(exchange.result(), expected)
 
 
 @pytest.mark.parametrize("place", ("device", "host"))
