@@ -78,6 +78,7 @@ class Marker:
 
     def __init__(self, workers: WorkerAxis):
         self._workers = workers
+        self._is_explicit = workers.axis in workers.mesh.explicit_axes
         self._marked: dict[Any, tuple[Any, list[RowHint]]] = {}
 
     def program(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
@@ -112,11 +113,11 @@ class Marker:
 
     def _typed(self, variable: Any, rows: RowHint) -> RowHint:
         """Return the rows of a value. On explicit axes, its type has those that were lost."""
-        sharding = getattr(variable.aval, "sharding", None)
-        if sharding is None or self._workers.axis not in sharding.mesh.explicit_axes:
+        if rows.dims or not self._is_explicit:
             return rows
-        typed = hint_of_spec(sharding.spec, self._workers)
-        return typed if typed.dims and not rows.dims else rows
+        sharding = getattr(variable.aval, "sharding", None)
+        typed = hint_of_spec(getattr(sharding, "spec", ()), self._workers)
+        return typed if typed.dims else rows
 
     def _equation(self, equation: Equation, rows: list[RowHint]) -> tuple[Equation, list[RowHint]]:
         """Return an equation with marked contractions, and the rows of its outputs."""
