@@ -293,6 +293,15 @@ def islands_rounds() -> str:
     return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
 
 
+def islands_real_lm() -> str:
+    """Write held-out losses of a real model by rounds: islands_real_lm.json."""
+    by_setting = {row["setting"]: row for row in results_of("islands_real_lm")["rows"]}
+    rows = [by_setting[setting] for setting in _ISLAND_MESSAGES if setting in by_setting]
+    rounds = [3 * (number + 1) for number in range(len(rows[0]["losses"]))]
+    cells = [[row["setting"], *(f"{loss:.3f}" for loss in row["losses"][1::3])] for row in rows]
+    return markdown(["messages", *(f"after {number} rounds" for number in rounds[1::3])], cells)
+
+
 def islands_bad_days() -> str:
     """Write what a bad day of one island of four costs: islands_bad_days.json."""
     rows = results_of("islands_bad_days")
@@ -344,6 +353,7 @@ def islands_bandwidth() -> str:
 
 def islands_memory() -> str:
     """Write bytes and seconds of joins and exchanges: islands_memory.json."""
+    found = results_of("islands_memory")["rows"]
     rows = [
         [
             f"{row['size'] / 1e6:.0f} M",
@@ -359,7 +369,8 @@ def islands_memory() -> str:
                 )
             ),
         ]
-        for row in results_of("islands_memory")["rows"]
+        for row in found
+        if row["size"] in (found[0]["size"], found[-1]["size"])
     ]
     header = ["parameters", "messages", "state", "between exchanges, on devices", "join, peak"]
     return markdown([*header, "join", "exchange, peak", "exchange"], rows)
@@ -402,6 +413,7 @@ ALL: tuple[Callable[[], str], ...] = (
     packet_loss,
     islands,
     islands_rounds,
+    islands_real_lm,
     islands_bad_days,
     islands_codec,
     islands_bandwidth,
