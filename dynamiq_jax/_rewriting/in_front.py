@@ -174,8 +174,9 @@ def resized(
     """
     first = members[0]
     whys = {each.why_exact for each in members}
-    if not whys <= {None, SMALL}:
-        return None
+    origins = {each.description.origin for each in members}
+    if not whys <= {None, SMALL} or (SMALL in whys and len(origins) > 1):
+        return None  # a small sum may be a part of a large one then, for which its origin counts
     dtype = dtype or first.description.dtype
     described = dataclasses.replace(first.description, shape=shape, dtype=dtype)
     why: str | None = SMALL

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from dynamiq_jax._rewriting.sums import axes_of, over_axes
@@ -121,8 +122,10 @@ def made(
         floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
         result = join(floating or inputs)  # without indices and masks
         number = result.number if name in _LIKE or result.number == 0 else None
-        if name == "gather" and _fills(equation):
+        if name == "bitcast_convert_type" or (name == "gather" and _fills(equation)):
             number = None
+        if name == "convert_element_type":
+            number = _converted(number, variable)
     elif name in _PRODUCTS:
         result = _product(equation, inputs)
         number = result.number
@@ -160,6 +163,16 @@ def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
         is_sent = name in _TO_WORKERS or over_axes(equation) is not None
         found = {each for each in found if is_sent and each.axes.intersection(axes_of(equation))}
     return found
+
+
+def _converted(number: float | None, variable: Any) -> float | None:
+    """Return a number as the dtype of a value has it: small ones may be zero there."""
+    if number is None or number == 0:
+        return number
+    if not _is_of(variable, jnp.floating):
+        return None
+    with np.errstate(all="ignore"):
+        return float(np.asarray(number).astype(variable.aval.dtype))
 
 
 def _fills(equation: Equation) -> bool:

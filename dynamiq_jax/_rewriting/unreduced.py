@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._rewriting.rows import Row, WorkerAxis
-from pallas_kernels._jax import equations
+from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Atom, Equation
 
 P = PartitionSpec
@@ -32,7 +33,9 @@ def _shared(make: Maker) -> Maker:
 
     @functools.wraps(make)
     def made(equation: Equation, setting: Sequence[Any], workers: WorkerAxis) -> Callable[..., Any]:
-        values = [repr(getattr(atom, "val", None)) for atom in equation.invars]  # of literals
+        literals = [getattr(atom, "val", None) for atom in equation.invars]
+        # Bits, since the text of a number is rounded.
+        values = [each if each is None else np.asarray(each).tobytes() for each in literals]
         types = [atom.aval for atom in (*equation.invars, *equation.outvars)]
         params = equation.params.items()
         alike = make, equation.primitive, *params, *types, *values, equation.ctx, *setting
@@ -57,7 +60,13 @@ def parts(
     """
     in_parts = _scattered if equation.primitive.name == "scatter-add" else _contracted
     function = in_parts(equations.without_shardings(equation), split, workers)
-    return _on_automatic_axes(function, workers, [_spec_of_terms(equation.outvars[0], workers)])
+    (out,) = equation.outvars
+    like: Any = out.aval
+
+    def varying(*operands: Array) -> list[Terms]:
+        return compat.match_varying(function(*operands), like)  # over axes of a map around
+
+    return _on_automatic_axes(varying, workers, [_spec_of_terms(out, workers)])
 
 
 def _contracted(
@@ -141,7 +150,7 @@ def linear(
             spec = _without(equation.params["sharding"].spec, workers.axis)
             return [_split(values[0], workers, [*spec])]
         axes = [0 if each else None for each in are_terms]
-        results = jax.vmap(function, axes, spmd_axis_name=workers.axis)(*values)
+        results = jax.vmap(function, axes)(*values)
         return [_split(each, workers) for each in results]
 
     return _on_automatic_axes(mapped, workers, [out])
@@ -151,7 +160,8 @@ def zeros(value: Array, workers: WorkerAxis) -> Terms:
     """Return the unreduced form of a value of zeros."""
 
     def make(value: Array) -> Terms:
-        return _split(jnp.zeros((workers.count, *value.shape), value.dtype), workers)
+        first = compat.match_varying(jnp.zeros((workers.count, *value.shape), value.dtype), value)
+        return _split(first, workers)
 
     return _on_automatic_axes(make, workers, _spec_of_terms(value, workers))(value)
 
@@ -164,7 +174,11 @@ def of_all_turns(terms: Array, workers: WorkerAxis) -> Terms:
 
 def total(terms: Terms, result: Atom, workers: WorkerAxis) -> Array:
     """Return the value of the program, of the type of `result`, by a sum of the compiler."""
-    return _on_automatic_axes(lambda terms: jnp.sum(terms, 0), workers, _spec(result))(terms)
+
+    def summed(terms: Terms) -> Array:
+        return jnp.sum(terms, 0, dtype=terms.dtype)  # which small integers would not keep
+
+    return _on_automatic_axes(summed, workers, _spec(result))(terms)
 
 
 def reduced(
@@ -197,8 +211,9 @@ def reduced(
     out_specs = jax.tree.map(lambda _: P(), results)
     out_specs |= {name: P(*[None] * part, workers.axis) for name, part in split.items()}
     function = _mapped(of_worker, workers, (P(workers.axis),), (out_specs, P()))
-    total: tuple[Tree, Metrics] = _on_automatic_axes(function, workers, (specs, P()))(tree)
-    return total
+    totals, metrics = _on_automatic_axes(function, workers, (specs, P()))(tree)
+    likes: dict[str, Any] = {name: result.aval for name, result in results.items()}
+    return {name: compat.match_varying(e, likes[name]) for name, e in totals.items()}, metrics
 
 
 def placed(total: Array, spec: PartitionSpec | None, workers: WorkerAxis) -> Array:

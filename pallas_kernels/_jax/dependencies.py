@@ -32,7 +32,8 @@ def _first(value: Array) -> Array:
     if not any(each is not None for each in sharding.spec):
         return _corner(value)
     whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.sharding.auto_axes(_corner, out_sharding=whole)(value)
+    explicit = sharding.mesh.explicit_axes
+    return jax.sharding.auto_axes(_corner, axes=explicit, out_sharding=whole)(value)
 
 
 def _corner(value: Array) -> Array:

@@ -558,6 +558,103 @@ def test_sums_that_are_alike_keep_the_settings_around_them(data_mesh):
     assert products(dq.compress(step, "data", method=OPTIONS)) == expected
 
 
+TURNS = normal(4, ROWS, IN)  # rows of four turns of a loop
+
+
+def turns_on(mesh: Mesh) -> Any:
+    return jax.device_put(W, NamedSharding(mesh, P())), jax.device_put(
+        TURNS, NamedSharding(mesh, P(None, "data"))
+    )
+
+
+def test_numbers_that_print_alike_are_two(data_mesh):
+    def step(w, rows):
+        def turn(totals, x):
+            one, other = (jax.grad(squares)(w, scale * x) for scale in (1, 2))
+            factors = np.float32(0.000100006), np.float32(0.000100014)
+            return tuple(
+                t + f * g for t, f, g in zip(totals, factors, (one, other), strict=True)
+            ), None
+
+        return lax.scan(turn, (jnp.zeros_like(w),) * 2, rows)[0]
+
+    args = turns_on(data_mesh(WORKERS))
+    for expected, got in zip(
+        jax.jit(step)(*args), dq.compress(jax.jit(step), "data", method="exact")(*args), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+
+
+def test_small_integers_that_leave_a_loop_keep_their_dtype(data_mesh):
+    def step(w, rows):
+        def turn(w, x):
+            return w - jax.grad(squares)(w, x), jnp.sum(x > 0, 0, dtype=jnp.int8)
+
+        return lax.scan(turn, w, rows)
+
+    args = turns_on(data_mesh(WORKERS))
+    (_, expected), (_, got) = (f(*args) for f in (step, dq.compress(jax.jit(step), "data")))
+    assert got.dtype == jnp.int8
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("by_hand", (False, True))
+def test_statistics_that_join_gradients_of_biases_stay_exact(by_hand, data_mesh):
+    """Both are small in a turn of a loop, and large as what all turns return."""
+    mesh = data_mesh(WORKERS)
+
+    def step(w, bias, rows):
+        total = (lambda value: lax.psum(value, "data")) if by_hand else (lambda value: value)
+
+        def turn(kept, x):
+            g, of_bias = jax.grad(lambda w, b: jnp.mean((x @ w + b) ** 2), (0, 1))(w, bias)
+            return kept + total(g), total(of_bias) + total(jnp.sum(jnp.hstack([x, x]), 0))
+
+        return lax.scan(turn, jnp.zeros_like(w), rows)
+
+    if by_hand:
+        specs = P(), P(), P(None, "data")
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    w, rows = turns_on(mesh)
+    bias = jax.device_put(jnp.ones(OUT), NamedSharding(mesh, P()))
+    method = dq.Compression("bf16", exact_below=2 * OUT)
+    compressed = dq.compress(jax.jit(step), "data", method=method)
+    (g, statistics), (exact, expected) = compressed(w, bias, rows), jax.jit(step)(w, bias, rows)
+    np.testing.assert_allclose(statistics, expected, rtol=1e-5, atol=1e-6)
+    check((g,), (exact,), (W.shape,))
+
+
+@pytest.mark.parametrize("check_vma", (False, True))
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("in_a_loop", (False, True))
+def test_rows_of_one_axis_beside_sums_by_hand_over_another(kind, check_vma, in_a_loop):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def local(w, rows):
+        own = lax.pcast(w, "model", to="varying") if check_vma else w
+        factor = 1.0 + lax.axis_index("model").astype(jnp.float32)
+        if in_a_loop:
+            turn = lambda total, x: (total + factor * jax.grad(squares)(own, x), None)  # noqa: E731
+            total = lax.scan(turn, jnp.zeros_like(own), rows)[0]
+        else:
+            total = factor * jax.grad(squares)(own, rows[0])
+        return lax.psum(total, "model")
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(
+            jax.shard_map(
+                local,
+                in_specs=(P(), P("model")),
+                out_specs=P(),
+                axis_names={"model"},
+                check_vma=check_vma,
+            )
+        )
+        args = jax.device_put(W, P()), jax.device_put(TURNS, P("model", "data"))
+        expected, got = step(*args), dq.compress(step, "data", method="exact")(*args)
+    np.testing.assert_allclose(*map(jax.device_get, (got, expected)), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("known_by", ["state", "constraint"])
 def test_shards_over_the_axis_of_the_workers_get_their_part_of_a_sum(known_by, data_mesh):
     """Although the parameters are whole: half of the bytes of a sum that all have."""

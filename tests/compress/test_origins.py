@@ -411,6 +411,12 @@ PERHAPS_ZEROS = {
     "a gather with ones": lambda x: (
         jnp.zeros(x.shape).at[jnp.int32(2 * x)].get(mode="fill", fill_value=1.0)
     ),
+    "zeros over zeros of 16 bits": lambda x: (
+        jnp.zeros(x.shape) / jnp.full(x.shape, 1e-8).astype(jnp.float16).astype(jnp.float32)
+    ),
+    "bits of negative zeros": lambda x: lax.bitcast_convert_type(
+        -jnp.zeros(x.shape), jnp.int32
+    ).astype(jnp.float32),
     "a gather with no numbers": lambda x: jnp.take(jnp.zeros(x.shape), jnp.int32(3e4 * x)),
 }
 
