@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dynamiq_jax._rewriting.sums import axes_of, over_axes
+from dynamiq_jax._rewriting.sums import as_written, axes_of, is_over_rows, over_axes
 from pallas_kernels._jax.equations import Equation
 
 
@@ -121,11 +121,7 @@ def made(
     if name in _KEEPING:
         floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
         result = join(floating or inputs)  # without indices and masks
-        number = result.number if name in _LIKE or result.number == 0 else None
-        if name == "bitcast_convert_type" or (name == "gather" and _fills(equation)):
-            number = None
-        if name == "convert_element_type":
-            number = _converted(number, variable)
+        number = _kept_number(equation, variable, result.number)
     elif name in _PRODUCTS:
         result = _product(equation, inputs)
         number = result.number
@@ -146,8 +142,12 @@ def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
 
     Not those of which it merely changes the form or the scale. A sum that is the same on all
     workers may also be multiplied by arrays: parameters that are normalized, say, before the
-    workers use them.
+    workers use them. A contraction of rows sums its terms again, but for the total that a scatter
+    begins with.
     """
+    if is_over_rows(equation):
+        is_scatter = as_written(equation).primitive.name == "scatter-add"
+        return {each for origin in inputs[is_scatter:] for each in origin.sums}
     found = {each for origin in inputs for each in origin.sums}
     name = equation.primitive.name
     if found and name in _PRODUCTS:
@@ -165,20 +165,19 @@ def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
     return found
 
 
-def _converted(number: float | None, variable: Any) -> float | None:
-    """Return a number as the dtype of a value has it: small ones may be zero there."""
-    if number is None or number == 0:
-        return number
-    if not _is_of(variable, jnp.floating):
+def _kept_number(equation: Equation, variable: Any, number: float | None) -> float | None:
+    """Return the number that an equation of `_KEEPING` makes of one; None if it is not known."""
+    name, params = equation.primitive.name, equation.params
+    if number is None or name == "bitcast_convert_type" or (number != 0 and name not in _LIKE):
         return None
-    with np.errstate(all="ignore"):
-        return float(np.asarray(number).astype(variable.aval.dtype))
-
-
-def _fills(equation: Equation) -> bool:
-    """Return whether a gather may have other numbers than its operand, at places outside of it."""
-    is_filled = equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    return is_filled and equation.params["fill_value"] != 0
+    if name == "gather" and params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        return number if params["fill_value"] == 0 else None
+    if name == "convert_element_type" and number != 0:  # a small one may be zero of a dtype
+        if not _is_of(variable, jnp.floating):
+            return None
+        with np.errstate(all="ignore"):
+            return float(np.asarray(number).astype(variable.aval.dtype))
+    return number
 
 
 def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:

@@ -144,10 +144,7 @@ class _Flow:
             operands = inputs[places]
             result = made(written, variable, equation.invars[places], operands)
             if here == "backward":
-                self.continued.update(continued(written, operands))
-                if written is not equation:  # a sum of sums, but for a total that it begins with
-                    terms = operands[1:] if written.primitive.name == "scatter-add" else operands
-                    self.continued.update(*(each.sums for each in terms))
+                self.continued.update(continued(equation, operands))
                 result = result._replace(kind=Kind.GRADIENT, arguments=frozenset())
             elif here == "forward" and result.kind != Kind.CONSTANT:
                 result = result._replace(kind=Kind.FORWARD, arguments=frozenset())

@@ -26,17 +26,17 @@ from dynamiq_jax.islands._arithmetic import (
 )
 from dynamiq_jax.islands._deciding import Judge
 from dynamiq_jax.islands._encode import encode
-from dynamiq_jax.islands._packing import pack
+from dynamiq_jax.islands._packing import method_of_parts, pack
 from dynamiq_jax.islands._pending import PendingExchange
 from dynamiq_jax.islands._records import LONGEST_NAME, Decision, digest_of, is_file_name, sealed
 from dynamiq_jax.islands._rounds import RoundFiles, change_file, loss_file, numbers_of, state_file
-from dynamiq_jax.islands._shards import Shard, Values, as_arrays, assembled, needed, take_in
+from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._state import IslandState, Outgoing, Transferred, hash_of_state
 from dynamiq_jax.islands._transports import Transport, logger
 from dynamiq_jax.islands.merging import check_weight, leaves_of, take_outer_step, wide
 from dynamiq_jax.islands.messages import Message
-from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.methods import DynamiQ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # optimizers cannot be compared
@@ -158,7 +158,7 @@ class Islands:
         check_optimizer("outer", self.outer, "optax.sgd(0.7, momentum=0.9, nesterov=True)")
         # Raises for a method that no message can hold: not after a round of local steps.
         compression = Compression.of(self.method)
-        methods: tuple[Any, ...] = (*compression.policy.known, "uncompressed")
+        methods: tuple[Any, ...] = compression.policy.known or ("uncompressed",)
         for one in (dataclasses.replace(compression, method=method) for method in methods):
             encode(np.zeros(1, np.float32), key=jax.random.key(0), method=one)
 
@@ -268,7 +268,7 @@ class Islands:
         wanted = change_of(*on_devices((start, params, state.residual)), self.decay)
         key = jax.random.fold_in(jax.random.key(self.seed), state.round)
         key = jax.random.fold_in(key, zlib.crc32(self.name.encode()))
-        method = self._method_of(wanted)
+        method = method_of_parts(self.method, wanted)
 
         def encoded(tree: Any, part: int) -> Message:
             own = jax.random.fold_in(key, part) if part else key
@@ -277,19 +277,6 @@ class Islands:
         packed = pack(self.name, weight, wanted, encoded)
         reference = hash_of_state(on_devices(state))
         return Outgoing(state, reference, start, self._at_rest(wanted), packed, loss)
-
-    def _method_of(self, tree: Any) -> Choice:
-        """Return the method of a message. A policy names leaves, of which devices send parts."""
-        compression = Compression.of(self.method)
-        if compression.policy.everywhere is not None:
-            return self.method
-        methods = dict(zip(leaves_of(tree), compression.policy.methods(tree), strict=True))
-
-        def of_part(path: str, _: Any) -> Method | str:
-            whole = path if path in methods else Shard.named(path).path
-            return methods[whole] or "uncompressed"
-
-        return dataclasses.replace(compression, method=of_part)
 
     def _at_rest(self, tree: Any) -> Any:
         """Return a tree in the memory that holds states."""

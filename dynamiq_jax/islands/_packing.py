@@ -1,5 +1,6 @@
 """Trees as an island sends them: one message, or one for each of its devices."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,11 +9,15 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamiq_jax._inputs.compression import Choice, Compression
+from dynamiq_jax._inputs.policy import UNCOMPRESSED
 from dynamiq_jax.islands import _processes
 from dynamiq_jax.islands._decode import decode
 from dynamiq_jax.islands._records import Sent, SentPart
 from dynamiq_jax.islands._shards import Shard, devices_of, parts_of
+from dynamiq_jax.islands.merging import leaves_of
 from dynamiq_jax.islands.messages import Message
+from dynamiq_jax.methods import Method
 
 
 class Piece(NamedTuple):
@@ -38,6 +43,20 @@ class Packed(NamedTuple):
 
     sent: Sent
     contents: Mapping[int, bytes]  # of the parts of this process, by their numbers
+
+
+def method_of_parts(method: Choice, tree: Any) -> Choice:
+    """Return a method with which parts of leaves are sent as its policy says of whole ones."""
+    compression = Compression.of(method)
+    if compression.policy.everywhere is not None:
+        return method
+    methods = dict(zip(leaves_of(tree), compression.policy.methods(tree), strict=True))
+
+    def of_part(path: str, _: Any) -> Method | str:
+        whole = path if path in methods else Shard.named(path).path
+        return methods[whole] or UNCOMPRESSED
+
+    return dataclasses.replace(compression, method=of_part)
 
 
 def pack(island: str, weight: float, tree: Any, encoded: Callable[[Any, int], Message]) -> Packed:

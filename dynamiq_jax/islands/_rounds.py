@@ -182,12 +182,13 @@ class RoundFiles:
         """
         sent, _ = self.sent(state_file(number), self.name)
         wanted, values, dtypes = needed(like), Values(), dict[Shard, str]()
+        leaves = leaves_of(like)
         for part in sent.parts:  # also those that this process does not read
-            check_inside(part.shards, leaves_of(like))
+            check_inside(part.shards, leaves)
         for piece in self.pieces(number, "state", sent, wanted):
             dtypes |= piece.dtypes
             take_in(values, piece.decoded(), wanted)
-        check_leaves(dtypes, leaves_of(like), wanted)
+        check_leaves(dtypes, leaves, wanted)
         return values
 
     def losses(self, number: int, names: Iterable[str]) -> dict[str, float]:
