@@ -5,7 +5,7 @@ kept as `Islands` keeps it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -39,6 +39,18 @@ class IslandTraining:
     # Parameters and state after the local steps of a round, from those before, the seed, the
     # number of the round, and that of the island.
     local: Callable[[Any, Any, int, int, int], tuple[Any, Any]]
+
+
+def losses_of(
+    rounds: Iterable[tuple[Any, float]], loss: Callable[[Any], Any], *, every: int
+) -> tuple[list[float], float]:
+    """Return losses after some rounds of `references`, and the bits of a coordinate."""
+    losses, bits = list[float](), 0.0
+    for number, (reference, sent) in enumerate(rounds, start=1):
+        bits = sent
+        if number % every == 0:
+            losses.append(float(loss(reference)))
+    return losses, bits
 
 
 def references(

@@ -18,7 +18,7 @@ import optax
 
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from benchmarks.islands.outer_steps import IslandTraining, MessageSetting, references
+from benchmarks.islands.outer_steps import IslandTraining, MessageSetting, losses_of, references
 from benchmarks.training.small_lm.corpora import all_windows, load_corpora, worker_windows
 from benchmarks.training.small_lm.pretraining import adamw, loss_of
 from benchmarks.training.small_lm.training import pretrained
@@ -99,13 +99,9 @@ class Training:
 
     def curve(self, setting: MessageSetting, seed: int) -> tuple[list[float], float]:
         """Return losses at some rounds, and the bits of a coordinate of a message."""
-        config, losses, bits = self.config, [], 0.0
+        config = self.config
         rounds = itertools.islice(references(self.islands, setting, seed), config.rounds)
-        for number, (reference, sent) in enumerate(rounds, start=1):
-            bits = sent
-            if number % max(1, config.rounds // config.points) == 0:
-                losses.append(float(self.loss(reference)))
-        return losses, bits
+        return losses_of(rounds, self.loss, every=max(1, config.rounds // config.points))
 
 
 def rounds_until(losses: list[float], rounds: int, target: float) -> float | None:

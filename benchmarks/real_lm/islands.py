@@ -19,26 +19,18 @@ from rich.progress import track
 from benchmarks.harness import files
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
-from benchmarks.islands.outer_steps import IslandTraining, MessageSetting, references
-from benchmarks.islands.sparse import PUBLISHED
+from benchmarks.islands.outer_steps import IslandTraining, losses_of, references
+from benchmarks.islands.sparse import SETTINGS
 from benchmarks.real_lm.folder import check_folder
-from benchmarks.real_lm.texts import Text, documents
-from dynamiq_jax.islands import Sparse
+from benchmarks.real_lm.texts import Text, file_of
 from examples import finetune_llm
 from examples.llm.data import Rows, rows_of_step
 from examples.llm.loss import evaluator, mean_loss
 from examples.llm.recipe import Recipe
 from examples.llm.train_step import State, make_train_step
-from examples.tools.document_files import write_documents
 
 NAME = "islands_real_lm"
-SETTINGS = (
-    MessageSetting("exact", "exact"),
-    MessageSetting("0.25 bits", Sparse(), 1.0),
-    MessageSetting("4 bits", "dynamiq:4", 1.0),
-    MessageSetting("published, 0.16 bits", PUBLISHED, 0.95),
-    MessageSetting("0.5 bits", Sparse(keep=272), 1.0),
-)
+MESSAGES = ("exact", "0.25 bits", "4 bits", "published, 0.16 bits", "0.5 bits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +70,7 @@ class Config:
 
 def islands_of(config: Config) -> tuple[IslandTraining, Any]:
     """Return the islands, and the function of parameters to the held-out loss."""
-    data = config.model.parent / f"{config.text}-{config.count}.jsonl"
-    if not data.exists():
-        write_documents(data, documents(config.text)[: config.count])
+    data = file_of(config.model.parent, config.text, config.count)
     options = finetune_llm.Options(
         checkpoint=config.model, data=data, workers=1, batch=1, context=config.context
     )
@@ -126,15 +116,11 @@ def main(config: Config) -> Iterator[Report]:
     done = {row["setting"] for row in found["rows"]}
     yield Report(results=found, options=options)
     for setting in SETTINGS:
-        if setting.name in done:
+        if setting.name not in MESSAGES or setting.name in done:
             continue
-        losses, bits = list[float](), 0.0
         rounds = itertools.islice(references(islands, setting, config.seed), config.rounds)
         shown = track(rounds, setting.name, config.rounds)
-        for number, (reference, sent) in enumerate(shown, start=1):
-            bits = sent
-            if number % max(1, config.rounds // config.points) == 0:
-                losses.append(loss_of(reference))
+        losses, bits = losses_of(shown, loss_of, every=max(1, config.rounds // config.points))
         found["rows"].append({"setting": setting.name, "bits": bits, "losses": losses})
         yield Report(results=found, shown=[table("Loss", COLUMNS, found["rows"])], options=options)
 

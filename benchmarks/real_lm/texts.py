@@ -10,6 +10,7 @@ from typing import Literal
 
 from examples.llm.data import Document, Encoder, Rows, pack
 from examples.tools.docstring_chats import conversations
+from examples.tools.document_files import write_documents
 
 Text = Literal["chats", "plain"]
 
@@ -19,6 +20,14 @@ def documents(text: Text) -> list[Document]:
     if text == "chats":
         return list(conversations())
     return [topics[name] for name in sorted(topics)]
+
+
+def file_of(folder: Path, text: Text, count: int) -> Path:
+    """Return the file with the first documents of a kind, which is written if it is missing."""
+    file = folder / f"{text}-{count}.jsonl"
+    if not file.exists():
+        write_documents(file, documents(text)[:count])
+    return file
 
 
 def rows(folder: Path, text: Text, *, count: int, context: int) -> Rows:

@@ -33,7 +33,7 @@ from benchmarks.harness.command import Report, benchmark, run
 from benchmarks.real_lm import training
 from benchmarks.real_lm.folder import check_folder
 from benchmarks.real_lm.policies import POLICIES
-from benchmarks.real_lm.texts import documents
+from benchmarks.real_lm.texts import file_of
 from benchmarks.training.emulated_training.target import FRACTIONS, reached, target_loss
 from dynamiq_jax._console import tables
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate, parse_size
@@ -41,7 +41,6 @@ from dynamiq_jax._measurement.settings import PSUM, parse_settings
 from examples import finetune_llm
 from examples.llm.progress import train_shown
 from examples.llm.recipe import Recipe
-from examples.tools.document_files import write_documents
 
 STEPS_ALONE = 6  # of one worker; the first ones are not counted
 WARM_UP = 2
@@ -128,8 +127,7 @@ def target_of(rows: list[dict[str, Any]], path: Path) -> float:
 def seconds_alone(model: Path, of_runs: dict[str, Any], console: Console) -> tuple[float, int]:
     """Return the time of a step of one worker without a network, and the number of parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "documents.jsonl"
-        write_documents(data, documents(of_runs["text"])[: of_runs["count"]])
+        data = file_of(Path(folder), of_runs["text"], of_runs["count"])
         options = finetune_llm.Options(
             checkpoint=model,
             data=data,

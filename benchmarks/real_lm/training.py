@@ -35,7 +35,7 @@ from benchmarks.real_lm.folder import TRAINED, check_folder
 from benchmarks.real_lm.gradients import KINDS, kind_of
 from benchmarks.real_lm.losses import by_method
 from benchmarks.real_lm.policies import FROM_TWO, POLICIES
-from benchmarks.real_lm.texts import Text, documents
+from benchmarks.real_lm.texts import Text, file_of
 from benchmarks.training.muon import muon
 from dynamiq_jax._console import tables
 from dynamiq_jax._measurement.settings import installed
@@ -55,7 +55,6 @@ from examples.llm.run import (
     read_records,
 )
 from examples.tools import digests
-from examples.tools.document_files import write_documents
 
 NAME = "real_lm_training"
 SAVE_EVERY = 25  # steps
@@ -142,9 +141,7 @@ def main(config: Config) -> Report:
     """Run what the result file lacks."""
     check_folder(config.model)
     config.folder.mkdir(parents=True, exist_ok=True)
-    data = config.folder / f"{config.text}-{config.count}.jsonl"
-    if not data.exists():
-        write_documents(data, documents(config.text)[: config.count])
+    data = file_of(config.folder, config.text, config.count)
     settings = config.settings | {"documents": digests.of_files([data])}
     rows = earlier_rows(config.result, settings)
     done = {(row["method"], row["seed"]) for row in rows}
