@@ -18,6 +18,7 @@ from dynamiq_jax._rewriting.unreduced import Metrics
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._run.unreduced import is_unreduced, reduce_unreduced
+from pallas_kernels._jax import compat
 
 # Behind these, sums over rows wait for the same messages as before.
 _KEEPING = ("none", "of rows")
@@ -90,8 +91,8 @@ def _reduce(
         outcome = run(collective, tree, of_group, request.with_specs(group.specs(request)))
         return outcome.tree, outcome.metrics
 
+    results = group.by_path(each.result.var for each in group.members)
     if group.workers is not None:
-        results = group.by_path(each.result.var for each in group.members)
         parts = group.by_path(each.part for each in group.members)
         totals, metrics = unreduced.reduced(compressed, tree, results, group.workers, parts)
         placed = group.by_path(each.placed for each in group.members)
@@ -105,7 +106,9 @@ def _reduce(
         totals = jax.sharding.reshard(totals, shardings)
     else:
         totals, metrics = compressed(tree)
-    return list(totals.values()), metrics
+    # JAX lets a gather vary over its axis, say, where ours is known to be the same on all workers.
+    alike = (compat.match_varying(total, results[name].aval) for name, total in totals.items())
+    return list(alike), metrics
 
 
 def _in_order(

@@ -211,9 +211,8 @@ def reduced(
     out_specs = jax.tree.map(lambda _: P(), results)
     out_specs |= {name: P(*[None] * part, workers.axis) for name, part in split.items()}
     function = _mapped(of_worker, workers, (P(workers.axis),), (out_specs, P()))
-    totals, metrics = _on_automatic_axes(function, workers, (specs, P()))(tree)
-    likes: dict[str, Any] = {name: result.aval for name, result in results.items()}
-    return {name: compat.match_varying(e, likes[name]) for name, e in totals.items()}, metrics
+    outcome: tuple[Tree, Metrics] = _on_automatic_axes(function, workers, (specs, P()))(tree)
+    return outcome
 
 
 def placed(total: Array, spec: PartitionSpec | None, workers: WorkerAxis) -> Array:

@@ -1,14 +1,16 @@
-"""Random steps in a global view: a wrong hint costs bytes, and never a number.
+"""Random steps: whatever is found in them, exact sums give the results of the jitted step.
 
-Layers move the rows of a batch, mix them, and lose them, in any order. Whatever is found then, with
-exact sums the results are those of the jitted step.
+In a global view, layers move the rows of a batch, mix them, and lose them, in any order: a wrong
+hint costs bytes, and never a number. Steps of a worker sum by hand, in any place and nested.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -157,3 +159,102 @@ def test_results_are_those_of_the_jitted_step(layers, loss, update, rows, split,
     compressed = dq.compress(jitted, "data", method=EXACT, missing_ok=True)
     found, expected = compressed(ws, *batch), jitted(ws, *batch)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * jnp.abs(expected).max())
+
+
+# Functions of two values of a worker: matrices [16, 8].
+EQUATIONS = {
+    "added": lambda a, b: a + b,
+    "subtracted": lambda a, b: a - b / 4,
+    "multiplied": lambda a, b: a * b,
+    "scaled": lambda a, b: 0.3 * a,
+    "scaled_by_the_other": lambda a, b: a * b.mean(),
+    "contracted": lambda a, b: jnp.tanh(a @ (b.T @ a)),
+    "turned": lambda a, b: a.T.reshape(a.shape),
+    "one_row": lambda a, b: jnp.broadcast_to(a.sum(0) / ROWS, a.shape),
+    "masked": lambda a, b: jnp.where(b > 0, a, 0),
+    "nothing": lambda a, b: jnp.where(b > 99, a, 0 * b),
+    "shifted": lambda a, b: jnp.pad(a, [(1, 0), (0, 0)])[:-1],
+    "put": lambda a, b: jnp.zeros_like(a).at[PAIRS // 2].add(a),
+    "taken": lambda a, b: a.at[PAIRS + 1].get(mode="fill", fill_value=0),
+    "halves": lambda a, b: jnp.concatenate([a[: ROWS // 2], b[ROWS // 2 :]]),
+    "narrow": lambda a, b: (a.astype(jnp.bfloat16) + b.astype(jnp.bfloat16)).astype(a.dtype),
+    "bounded": lambda a, b: jnp.tanh(a),
+}
+SUMS = {
+    "psum": lambda a, b: lax.psum(a, "data") / 2,
+    "both": lambda a, b: jnp.subtract(*lax.pmean((a, b), "data")),
+    "one_number": lambda a, b: b * lax.pmean(a.mean(), "data"),
+    "integers": lambda a, b: a + lax.psum((4 * b).astype(jnp.int8), "data").astype(a.dtype),
+    "scattered": lambda a, b: lax.all_gather(
+        lax.psum_scatter(a, "data", tiled=True) / 2, "data", tiled=True
+    ),
+    "gathered": lambda a, b: lax.all_gather(a, "data").mean(0),
+}
+
+
+def with_own_gradient(f, a, b):
+    ruled = jax.custom_vjp(f)
+    ruled.defvjp(lambda a, b: (f(a, b), (a, b)), lambda kept, ct: (f(ct, kept[1]), 2 * ct))
+    return jax.grad(lambda a: jnp.mean(ruled(a, b) ** 2))(a)
+
+
+# Equations around others.
+BLOCKS = {
+    "carried": lambda f, a, b, n: lax.scan(lambda c, _: (f(c, b), None), a, None, length=3)[0],
+    "accumulated": lambda f, a, b, n: lax.scan(
+        lambda c, x: (c + f(x, b), None), jnp.zeros_like(a), jnp.stack([a, b, a * b])
+    )[0],
+    "stacked": lambda f, a, b, n: lax.scan(lambda c, x: (c, f(x, c)), a, jnp.stack([a, b]))[1][1],
+    "some_turns": lambda f, a, b, n: lax.fori_loop(0, n, lambda _, c: jnp.tanh(f(c, b)), a),
+    "one_branch": lambda f, a, b, n: lax.cond(n > 0, f, lambda a, b: a + f(b, a), a, b),
+    "jitted": lambda f, a, b, n: jax.jit(f)(a, b),
+    "computed_again": lambda f, a, b, n: jax.checkpoint(f)(a, b),
+    "gradient": lambda f, a, b, n: jax.grad(lambda a: jnp.mean(f(a, b) ** 2) * ROWS)(a),
+    "own_gradient": lambda f, a, b, n: with_own_gradient(f, a, b),
+}
+NAMES = st.sampled_from([*EQUATIONS, *SUMS])
+PROGRAMS = st.lists(
+    st.one_of(
+        NAMES, st.tuples(st.sampled_from(list(BLOCKS)), st.lists(NAMES, min_size=1, max_size=4))
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+def evaluated(program, n, a, b):
+    """Each equation takes the results of the last two."""
+    for each in program:
+        if isinstance(each, str):
+            a, b = (EQUATIONS | SUMS)[each](a, b), a
+        else:
+            block, body = each
+            a, b = BLOCKS[block](functools.partial(evaluated, body, n), a, b, n), a
+    return a
+
+
+@settings(max_examples=speed.MAX_EXAMPLES // 3)
+@example(["gathered", "added"], 0, True)
+@example([("some_turns", ["psum", "scaled", "added"]), "both"], 0, False)
+@given(program=PROGRAMS, turns=st.integers(0, 2), check_vma=st.booleans())
+def test_results_of_sums_by_hand_are_those_of_the_jitted_step(program, turns, check_vma):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    step = jax.jit(
+        jax.shard_map(
+            functools.partial(evaluated, program),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P()),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+    )
+    arguments = turns, normal(2 * ROWS, WIDTH), normal(ROWS, WIDTH)
+    try:
+        expected = step(*arguments)
+    except (TypeError, ValueError):  # of types that vary over other axes
+        assume(not check_vma)
+        raise
+    every = {"only": lambda each: True, "operations": ("psum", "psum_scatter", "all_gather")}
+    found = dq.compress(step, "data", method=EXACT, missing_ok=True, **every)(*arguments)
+    tolerance = 1e-5 + 1e-3 * jnp.abs(expected).max()  # equal values may cancel out
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=tolerance)
