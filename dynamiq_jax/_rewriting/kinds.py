@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
     kind: Kind
     number: float | None = None  # that all elements are, if it is known
-    is_spread: bool = False  # it has fewer numbers than elements, each of them several times
+    alike: frozenset[int] = frozenset()  # dimensions along which all elements are the same number
     # Arguments and sums of which it is another form, a multiple, or a sum.
     arguments: frozenset[int] = frozenset()  # numbers
     sums: frozenset[SumResult] = frozenset()
@@ -88,7 +88,7 @@ def join(origins: Sequence[Origin]) -> Origin:
     return Origin(
         kind,
         first.number if len({each.number for each in origins}) == 1 else None,
-        all(each.is_spread for each in origins),
+        frozenset.intersection(*(each.alike for each in origins)),
         arguments,
         first.sums.union(*(each.sums for each in origins)),
     )
@@ -127,14 +127,36 @@ def made(
         number = result.number
     else:
         result, number = nonlinear(inputs), None
-    grows = name == "broadcast_in_dim" and size(atoms[0]) != size(variable)
-    is_spread = grows or all(
-        origin.is_spread or is_one(atom) for atom, origin in zip(atoms, inputs, strict=True)
-    )
-    is_spread = bool(atoms) and is_spread
-    if (result.number, result.is_spread) == (number, is_spread):
+    alike = _alike(equation, variable, atoms, inputs)
+    if (result.number, result.alike) == (number, alike):
         return result
-    return result._replace(number=number, is_spread=is_spread)
+    return result._replace(number=number, alike=alike)
+
+
+def _alike(
+    equation: Equation, variable: Any, atoms: Sequence[Any], inputs: Sequence[Origin]
+) -> frozenset[int]:
+    """Return the dimensions of a result along which all elements are the same number."""
+    shape, params = _shape(variable), equation.params
+    every = _long_dimensions(variable)
+    match equation.primitive.name:
+        case "broadcast_in_dim":
+            before = _shape(atoms[0])
+            pairs = enumerate(params["broadcast_dimensions"])
+            differ = {n for o, n in pairs if before[o] != 1 and o not in inputs[0].alike}
+            return every - differ
+        case "transpose":
+            pairs = enumerate(params["permutation"])
+            return frozenset(new for new, old in pairs if old in inputs[0].alike)
+    arrays = [i for i, atom in enumerate(atoms) if not is_one(atom)]
+    if all(_shape(atoms[i]) == shape for i in arrays):
+        return every.intersection(*(inputs[i].alike for i in arrays)) if atoms else frozenset()
+    are_numbers = all(inputs[i].alike == _long_dimensions(atoms[i]) for i in arrays)
+    return every if are_numbers else frozenset()
+
+
+def _long_dimensions(atom: Any) -> frozenset[int]:
+    return frozenset(dim for dim, count in enumerate(_shape(atom)) if count != 1)
 
 
 def continued(equation: Equation, inputs: Sequence[Origin]) -> set[SumResult]:
@@ -188,6 +210,8 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
     """
     first, second = inputs
     is_number, is_quotient = _are_numbers(equation, inputs), equation.primitive.name == "div"
+    # Of two that are repeated along other dimensions, the product is an outer one.
+    is_factor = is_one(equation.outvars[0]) or bool(first.alike & second.alike)
     if _is_zero(is_quotient, first.number, second.number):
         return Origin(Kind.CONSTANT, 0.0)
     sums = first.sums | second.sums
@@ -201,7 +225,7 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
         result = array._replace(kind=Kind.STATE) if is_decay else array
     elif low.kind == Kind.CONSTANT or (low.kind, high.kind) == (Kind.STATE, Kind.GRADIENT):
         result = high
-    elif all(is_number) and Kind.GRADIENT in (low.kind, high.kind):
+    elif all(is_number) and is_factor and Kind.GRADIENT in (low.kind, high.kind):
         result = Origin(Kind.GRADIENT)
     else:
         result = nonlinear([first, second])
@@ -221,7 +245,7 @@ def _are_numbers(equation: Equation, inputs: Sequence[Origin]) -> tuple[bool, bo
             return left == 0 < right, right == 0 < left
     whole = _shape(equation.outvars[0])
     first, second = (
-        origin.is_spread or is_one(atom) or _shape(atom) != whole
+        bool(origin.alike) or is_one(atom) or _shape(atom) != whole
         for atom, origin in zip(equation.invars, inputs, strict=True)
     )
     return first, second

@@ -255,6 +255,12 @@ def factors_of_kfac(p, s, x, y):
     return mean((activations.T @ activations, dh.T @ dh))
 
 
+@others(MIXED, exact=2)
+def full_matrix_of_adagrad(p, s, x, y):
+    row = grad(p, x, y)["w"][0]
+    return mean((jnp.outer(row, row), row[:, None] * (2 * row[None])))
+
+
 @others(MIXED)
 def changes_of_local_steps(p, s, x, y):
     def turn(p, batch):
