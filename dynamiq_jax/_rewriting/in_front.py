@@ -125,7 +125,7 @@ def _linear_inputs(node: Node) -> Sequence[Value]:
         return keys
     if name == "convert_element_type" and not _is_widened(node):
         return ()
-    if name in _CONSTRAINTS and not node.sums:
+    if name in _CONSTRAINTS and node.sum is None:
         return keys
     if name == "pad":
         return keys[:1] if node.operands[1].number == 0 else ()

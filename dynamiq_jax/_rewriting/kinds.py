@@ -28,8 +28,7 @@ class Kind(enum.IntEnum):
 class SumResult(NamedTuple):
     """Result of a sum over axes."""
 
-    path: tuple[Hashable, ...]  # of its equation; see `TracedEquation`
-    operand: int  # number
+    path: tuple[Hashable, ...]  # of its equation
     axes: frozenset[str]
     is_same: bool  # on all workers, by its type
     size: Any  # elements

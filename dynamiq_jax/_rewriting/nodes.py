@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from dynamiq_jax._rewriting.kinds import Origin
 from dynamiq_jax._rewriting.rows import WorkerAxis
-from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, ZEROS, Choice
+from dynamiq_jax._rewriting.sums import NOT_FLOATING, SMALL, ZEROS, Sum
 from pallas_kernels._jax import equations
 from pallas_kernels._jax.equations import Equation
 
@@ -118,7 +118,8 @@ class Node:
     results: tuple[Origin, ...]
     programs: tuple[StepProgram, ...]  # inside
     # `chosen` adds these.
-    sums: tuple[Choice, ...] = ()  # one for each operand
+    sum: Sum | None = None  # that it is
+    why_exact: str | None = None  # the sum stays as it is; None: it is to be compressed
     holds_target: bool = False  # inside of it
     # `flat` adds these.
     inputs: tuple[Value, ...] = ()
@@ -126,18 +127,18 @@ class Node:
 
     @property
     def is_target(self) -> bool:
-        """True if an operand is to be compressed."""
-        return any(why is None for _, why in self.sums)
+        """True for sums to compress."""
+        return self.sum is not None and self.why_exact is None
 
     @property
     def may_join(self) -> bool:
         """True for sums that nothing but size or type excludes: large ones take them along."""
-        return bool(self.sums) and all(why in (SMALL, NOT_FLOATING) for _, why in self.sums)
+        return self.sum is not None and self.why_exact in (SMALL, NOT_FLOATING)
 
     @property
     def is_zeros(self) -> bool:
         """True for sums of zeros."""
-        return bool(self.sums) and all(why == ZEROS for _, why in self.sums)
+        return self.sum is not None and self.why_exact == ZEROS
 
     @property
     def variables(self) -> tuple[Value, ...]:

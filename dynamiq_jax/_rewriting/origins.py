@@ -152,7 +152,7 @@ class _Flow:
                 result = Origin(Kind.CONSTANT, 0.0)
             if summed := over_axes(equation):
                 is_same = written is not equation or equation.primitive.name in _OF_ALL
-                itself = SumResult(path, number, frozenset(summed[1]), is_same, size(variable))
+                itself = SumResult(path, frozenset(summed[1]), is_same, size(variable))
                 result = result._replace(sums=frozenset({itself}))
             elif result.sums and (result.kind != Kind.GRADIENT or is_one(variable)):
                 result = result._replace(sums=frozenset())

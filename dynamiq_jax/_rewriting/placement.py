@@ -80,18 +80,14 @@ class Placement:
             self._cuts.append((node.outputs[0], (node.inputs[0], cut)))
         if node.equation.primitive.name not in _ELEMENTWISE:
             return
-        for variable, output in zip(node.equation.outvars, node.outputs, strict=True):
-            shape = equations.shape_of(variable)
-            # A sum has one result for each operand; others have one result.
-            pairs = list(zip(node.equation.invars, node.inputs, strict=True))
-            if node.sums:
-                pairs = [pairs[node.outputs.index(output)]]
-            for atom, value in pairs:
-                if not isinstance(value, Constant) and equations.shape_of(atom) == shape:
-                    self._parents[self._root(value)] = self._root(output)
-            sharding = node.equation.params.get("sharding")
-            if node.equation.primitive.name == "sharding_constraint" and sharding is not None:
-                self.learn([output], specs_of_shardings([sharding]))
+        (variable,), (output,) = node.equation.outvars, node.outputs
+        for atom, value in zip(node.equation.invars, node.inputs, strict=True):
+            is_alike = equations.shape_of(atom) == equations.shape_of(variable)
+            if is_alike and not isinstance(value, Constant):
+                self._parents[self._root(value)] = self._root(output)
+        sharding = node.equation.params.get("sharding")
+        if node.equation.primitive.name == "sharding_constraint" and sharding is not None:
+            self.learn([output], specs_of_shardings([sharding]))
 
     def _known(self, value: Value, axes: Collection[str]) -> set[PartitionSpec]:
         """Return the specs that are known of a value, or of others that lie as it does."""

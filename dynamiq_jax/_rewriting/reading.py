@@ -18,7 +18,6 @@ from dynamiq_jax._rewriting.sums import (
     NOT_CHOSEN,
     SMALL,
     ZEROS,
-    Choice,
     Selection,
     Sum,
     SumOrigin,
@@ -42,48 +41,42 @@ def chosen(
     """
     nodes = []
     for node in program.nodes:
-        programs = tuple(chosen(each, continued, selection) for each in node.programs)
-        holds_target = any(
-            each.holds_target or any(why in (None, ZEROS) for _, why in each.sums)
-            for each in itertools.chain.from_iterable(inside.nodes for inside in programs)
-        )
-        sums = tuple(_choices(node, continued, selection))
-        if sums or programs:
-            node = dataclasses.replace(
-                node, programs=programs, sums=sums, holds_target=holds_target
-            )
-        nodes.append(node)
+        if node.programs:
+            programs = tuple(chosen(each, continued, selection) for each in node.programs)
+            inside = itertools.chain.from_iterable(each.nodes for each in programs)
+            holds = any(each.holds_target or each.is_target or each.is_zeros for each in inside)
+            node = dataclasses.replace(node, programs=programs, holds_target=holds)
+        nodes.append(_chosen(node, continued, selection))
     return dataclasses.replace(program, nodes=tuple(nodes))
 
 
-def _choices(node: Node, continued: frozenset[SumResult], selection: Selection) -> Iterator[Choice]:
-    """Yield the sums of an equation, one for each operand, and why each one stays exact."""
+def _chosen(node: Node, continued: frozenset[SumResult], selection: Selection) -> Node:
+    """Return an equation with the sum that it is, if it is one, and why that stays exact."""
     if (summed := over_axes(node.equation)) is None:
-        return
-    params = node.equation.params
-    described: Sequence[Any] = node.equation.invars
-    terms = node.operands
+        return node
+    params, (result,) = node.equation.params, node.results
+    described, terms = node.equation.invars[0], node.operands[0]
     if is_over_rows(node.equation):  # the operands are those of a contraction
-        described, terms = node.equation.outvars, node.results
+        described, terms = node.equation.outvars[0], result
+    each = Sum(
+        *summed,
+        equations.shape_of(described),
+        equations.dtype_of(described),
+        equations.place(node.equation),
+        node.scopes,
+        differentiation_of(node.scopes),
+        _origin(node, terms, is_continued=not continued.isdisjoint(result.sums)),
+    )
+    why = selection.why_exact(each, params)
     is_placed = node.equation.primitive.name == "reshard"  # zeros would lie elsewhere
-    for atom, origin, result in zip(described, terms, node.results, strict=True):
-        each = Sum(
-            *summed,
-            equations.shape_of(atom),
-            equations.dtype_of(atom),
-            equations.place(node.equation),
-            node.scopes,
-            differentiation_of(node.scopes),
-            _origin(node, origin, is_continued=not continued.isdisjoint(result.sums)),
-        )
-        why = selection.why_exact(each, params)
-        if origin.number == 0 and why in _OF_ANYTHING and not is_placed:
-            why = ZEROS
-        elif origin.kind == Kind.MIXED and why == NO_GRADIENT["other"]:
-            why = MIXED
-        # Contractions that stay with the compiler are none of its sums, but for gradients.
-        if (unsplit := params.get("why_exact")) is None or why == unsplit:
-            yield each, why
+    if terms.number == 0 and why in _OF_ANYTHING and not is_placed:
+        why = ZEROS
+    elif terms.kind == Kind.MIXED and why == NO_GRADIENT["other"]:
+        why = MIXED
+    # Contractions that stay with the compiler are none of its sums, but for gradients.
+    if params.get("why_exact") not in (None, why):
+        return node
+    return dataclasses.replace(node, sum=each, why_exact=why)
 
 
 def _origin(node: Node, terms: Origin, *, is_continued: bool) -> SumOrigin:
@@ -121,7 +114,7 @@ def flat(
         is_call = opens_all or inner.is_call(equation, is_mapped)
         if not (node.holds_target and is_call):
             outputs = tuple(Variable(var, call) for var in equation.outvars)
-            yield from _without_zeros(dataclasses.replace(node, inputs=inputs, outputs=outputs))
+            yield dataclasses.replace(node, inputs=inputs, outputs=outputs)
             continue
         (called,) = node.programs
         number, opened = next(calls), called.opened
@@ -134,28 +127,6 @@ def flat(
         )
 
 
-def _without_zeros(node: Node) -> Iterator[Node]:
-    """Yield sums of zeros apart from others."""
-    is_zero = [why == ZEROS for _, why in node.sums]
-    if len(set(is_zero)) < 2:
-        yield node
-        return
-    for kept in (True, False):
-        places = [i for i, each in enumerate(is_zero) if each == kept]
-
-        def of_kind(values: Sequence[Any], places: Sequence[int] = places) -> tuple[Any, ...]:
-            return tuple(values[i] for i in places)
-
-        invars, outvars = (list(of_kind(e)) for e in (node.equation.invars, node.equation.outvars))
-        yield dataclasses.replace(
-            node,
-            equation=node.equation.replace(invars=invars, outvars=outvars),
-            sums=of_kind(node.sums),
-            inputs=of_kind(node.inputs),
-            outputs=of_kind(node.outputs),
-        )
-
-
 def kept_apart(nodes: Sequence[Node]) -> list[Node]:
     """Keep small sums exact that large ones need: they would wait, and split these into groups."""
     needed: set[Value] = set()  # by a sum to compress
@@ -163,8 +134,8 @@ def kept_apart(nodes: Sequence[Node]) -> list[Node]:
     for node in reversed(nodes):
         is_needed = not needed.isdisjoint(node.outputs)
         if node.may_join and is_needed:
-            sums = tuple((each, f"{why}, and a large one needs it") for each, why in node.sums)
-            node = dataclasses.replace(node, sums=sums)
+            why = f"{node.why_exact}, and a large one needs it"
+            node = dataclasses.replace(node, why_exact=why)
         if node.is_target or node.holds_target or is_needed:
             needed.update(node.inputs)
         found.append(node)

@@ -30,13 +30,13 @@ from dynamiq_jax._rewriting.steps import (
     as_it_is,
     first_terms,
     is_of,
-    members_of,
+    member_of,
     messages_of,
     summed_exactly,
     terms_of,
     terms_of_turns,
 )
-from dynamiq_jax._rewriting.sums import Choice, Selection, is_over_rows
+from dynamiq_jax._rewriting.sums import Selection, Sum, is_over_rows
 from pallas_kernels._jax import equations
 
 Sums = list[Reduce | KeptSum]  # of a step, in the order of its equations
@@ -156,10 +156,9 @@ class _Scheduler:
     def _steps(self, node: Node) -> tuple[Sequence[Step], Sequence[Member]]:
         """Return the steps of an equation that waits for no sum, and the sums that it leaves."""
         if node.is_target or node.may_join:
-            return [terms_of(node)] if is_over_rows(node.equation) else [], members_of(node)
+            return [terms_of(node)] if is_over_rows(node.equation) else [], [member_of(node)]
         if not node.holds_target:
-            self._sums += _kept(node.sums, node, self._program)
-            self._sums += _kept_inside(node, self._program)
+            self._sums += _kept(node, self._program)
             return [as_it_is(node)], ()
         inner.check_known(node.equation)
         programs = []
@@ -249,10 +248,10 @@ class _Scheduler:
             moved = [(node, member) for node, member in of_kind if not is_of(node, member)]
             here = [(node, member) for node, member in of_kind if is_of(node, member)]
             for node, member in [*moved, *here]:
-                self._sums += _kept([(member.description, member.why_exact)], node, program)
+                self._sums.append(_kept_sum(member.description, member.why_exact, node, program))
             if moved:
                 yield summed_exactly([member for _, member in moved])
-            yield from map(as_it_is, dict.fromkeys(node for node, _ in here))
+            yield from (as_it_is(node) for node, _ in here)
 
     def _placed(self, member: Member) -> Member:
         """Return a sum with what is known of where its result lies."""
@@ -285,21 +284,20 @@ class _Scheduler:
         return behind(self._selection, member, self._program.shapes[output]) is not None
 
 
-def _kept(choices: Sequence[Choice], node: Node, around: StepProgram) -> Iterator[KeptSum]:
-    """Yield the sums of an equation that stay as they are."""
-    params = node.equation.params
-    for description, why in choices:
-        has_parts = params.get("axis_index_groups") is not None or around.automatic()
-        sizes = {**equations.explicit_sizes(node.equation), **around.sizes}
-        if is_over_rows(node.equation):
-            sizes |= params["workers"].mesh.shape
-        yield KeptSum(description, why, around.times, None if has_parts else sizes)
-
-
-def _kept_inside(node: Node, around: StepProgram) -> Iterator[KeptSum]:
-    """Yield the sums inside of an equation, which all stay as they are."""
+def _kept(node: Node, around: StepProgram) -> Iterator[KeptSum]:
+    """Yield the sums of an equation, and of all inside of it, that stay as they are."""
+    if node.sum is not None:
+        yield _kept_sum(node.sum, node.why_exact, node, around)
     for program in node.programs:
         within = program.within(around)
         for each in program.nodes:
-            yield from _kept(each.sums, each, within)
-            yield from _kept_inside(each, within)
+            yield from _kept(each, within)
+
+
+def _kept_sum(description: Sum, why: str | None, node: Node, around: StepProgram) -> KeptSum:
+    params = node.equation.params
+    has_parts = params.get("axis_index_groups") is not None or around.automatic()
+    sizes = {**equations.explicit_sizes(node.equation), **around.sizes}
+    if is_over_rows(node.equation):
+        sizes |= params["workers"].mesh.shape
+    return KeptSum(description, why, around.times, None if has_parts else sizes)

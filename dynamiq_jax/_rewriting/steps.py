@@ -235,22 +235,17 @@ class EvaluationSchedule:
     left: Mapping[int, Member]  # sums that are left to the caller, by the number of the output
 
 
-def members_of(node: Node) -> tuple[Member, ...]:
-    """Return the sums of an equation."""
-    if is_over_rows(node.equation):
-        ((description, why),), (result,) = node.sums, node.outputs
-        return (Member(description, why, result.terms, result, node.equation.params),)
-    return tuple(
-        Member(description, why, operand, result, node.equation.params)
-        for (description, why), operand, result in zip(
-            node.sums, node.inputs, node.outputs, strict=True
-        )
-    )
+def member_of(node: Node) -> Member:
+    """Return the sum that an equation is."""
+    assert node.sum is not None
+    (result,) = node.outputs
+    operand = result.terms if is_over_rows(node.equation) else node.inputs[0]
+    return Member(node.sum, node.why_exact, operand, result, node.equation.params)
 
 
 def is_of(node: Node, member: Member) -> bool:
     """Return whether a sum is that of an equation, with the terms that the equation has."""
-    return not member.is_moved or (is_over_rows(node.equation) and member in members_of(node))
+    return not member.is_moved or (is_over_rows(node.equation) and member == member_of(node))
 
 
 def terms_of(node: Node) -> Compute:

@@ -95,9 +95,6 @@ def differentiation_of(scopes: str) -> Differentiation | None:
     return "forward" if first[1] == "jvp" else "backward"
 
 
-Choice = tuple[Sum, str | None]  # a sum, and why it stays exact; None: it is to be compressed
-
-
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """Rule for the sums of a step that are compressed."""
