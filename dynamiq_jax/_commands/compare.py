@@ -147,7 +147,7 @@ class Compare:
         gradients: Mapping[str, Gradients],
         done: Callable[[str], None],
     ) -> dict[str, Any]:
-        """Simulate a setting on the first workers; return a row for tables, plots and the file."""
+        """Simulate a setting on the first workers; return a row for the table and the file."""
         name, at = setting.name, f"{workers} workers"
         chosen = {step: of_workers(tree, workers) for step, tree in gradients.items()}
         first = next(iter(chosen.values()))

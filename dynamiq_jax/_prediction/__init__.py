@@ -1,1 +1,1 @@
-"""Predicted times: of a step on a link, of workers whose speed varies."""
+"""Predicted times of a step on a link, and of the rounds of islands."""

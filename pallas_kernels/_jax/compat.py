@@ -34,8 +34,8 @@ def varying_axes(value: Array | Described) -> frozenset[str]:
     They are none without `check_vma`.
     """
     aval = value if isinstance(value, Described) else jax.typeof(value)
-    kind = getattr(aval, "manual_axis_type", None)
-    return kind.varying if kind is not None else getattr(aval, "vma", frozenset())
+    kind = getattr(aval, "manual_axis_type", None)  # tokens and references have none
+    return frozenset() if kind is None else kind.varying
 
 
 def axes_in_scope() -> tuple[str, ...]:
@@ -117,11 +117,8 @@ def all_gather(value: Array, axis_name: str, *, tiled: bool = False) -> Array:
 
 def shape_like(shape: tuple[int, ...], dtype: Any, reference: Array) -> jax.ShapeDtypeStruct:
     """Describe the result of a kernel: a shape that varies over the axes of `reference`."""
-    aval = jax.typeof(reference)
-    kind: dict[str, Any] = {"vma": varying_axes(reference)}
-    if hasattr(aval, "manual_axis_type"):
-        kind = {"manual_axis_type": aval.manual_axis_type}
-    return jax.ShapeDtypeStruct(shape, dtype, **kind)
+    kind: Any = jax.typeof(reference).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def has_triton() -> bool:
