@@ -119,6 +119,11 @@ def all_reduce_gradients(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
+        if not isinstance(state, AllReduceState):
+            raise TypeError(
+                f"state is a {type(state).__name__}, not an AllReduceState. Give the result of "
+                "init or of the update before."
+            )
         planned = [plan_tree(_mean(axis_name), updates, each) for each in requests]
         own = [all_names(plan) for plan, _ in planned]
         check_state_names(state.method, itertools.chain(*own))
@@ -127,7 +132,18 @@ def all_reduce_gradients(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             own_states = {name: state.method[name] for name in own[number]}
             outcome = run_plan(*planned[number], key, own_states)
-            states = {**state.method, **outcome.states}
+            others = {name: each for name, each in state.method.items() if name not in own_states}
+            if others and (foreign := outcome.foreign) is not None:
+                # The record of the worker is about these, too: all begin anew together.
+                first = {
+                    name: each for plan, _ in planned for name, each in first_states(plan).items()
+                }
+                others = jax.tree.map(
+                    lambda new, old: jnp.where(foreign > 0, new, old),
+                    {name: first[name] for name in others},
+                    others,
+                )
+            states = {**others, **outcome.states}
             return outcome.tree, states, {**no_metrics(updates), **outcome.metrics}
 
         if phase is not None or len(requests) == 1:

@@ -42,7 +42,7 @@ def vnmse(estimate: Any, truth: Any) -> Array:
 
 @jax.jit
 def _of_leaves(estimate: list[Any], truth: list[Any]) -> Array:
-    pairs = list(zip(map(_numbers, estimate), map(_numbers, truth), strict=True))
+    pairs = [_numbers(*pair) for pair in zip(estimate, truth, strict=True)]
     # Scaled by the largest magnitude: squares of 1e-30 would underflow, and differences overflow.
     scale = jnp.max(jnp.stack([jnp.float32(0), *(jnp.max(abs(t), initial=0) for _, t in pairs)]))
     inverse = inverse_unit(jnp.minimum(scale, LARGEST_UNIT))
@@ -55,9 +55,9 @@ def _of_leaves(estimate: list[Any], truth: list[Any]) -> Array:
     return jnp.where(norm == 0, of_zeros, error / norm)
 
 
-def _numbers(leaf: Any) -> Array:
-    """Convert a leaf to float32; complex numbers become stacked real and imaginary parts."""
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        leaf = jnp.stack([leaf.real, leaf.imag])
-    return leaf.astype(jnp.float32)
+def _numbers(*leaves: Any) -> list[Array]:
+    """Convert leaves to float32. If one is complex, all become real and imaginary parts."""
+    arrays = list(map(jnp.asarray, leaves))
+    if any(map(jnp.iscomplexobj, arrays)):
+        arrays = [jnp.stack([array.real, array.imag]) for array in arrays]
+    return [array.astype(jnp.float32) for array in arrays]

@@ -13,7 +13,6 @@ from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.policy import paths_of
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._plan.without_arrays import plan_without_arrays
-from dynamiq_jax._states.states import comparison_bytes
 from dynamiq_jax.methods import Method
 from pallas_kernels._jax.compat import override
 
@@ -109,8 +108,7 @@ def report_of(request: Request, tree: Any, axis_size: Any, *, mesh: Any = None) 
     compressed_size = sum(sizes[index] for index in numbers)
     exactly = exact.bytes_sent(axes, [leaves[index] for index in whys])
     sampled = sum(sample_bytes(bucket, axes) for bucket in plan.buckets) if request.estimates else 0
-    is_stateful = any(bucket.method.is_stateful for bucket in plan.buckets)
-    checked = comparison_bytes(axes) if is_stateful else 0
+    checked = exact.bytes_of_owners(axes, [bucket.method for bucket in plan.buckets])
     total = compressed + exactly + sampled + checked
     coordinates = axes.passes * sum(sizes[index] for index in plan.touched)
     # Each axis divides what the one before left; together they leave one part. Sums of parts are

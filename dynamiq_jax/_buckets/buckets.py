@@ -100,7 +100,7 @@ def sort_leaves(
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             exact.append((index, f"dtype {leaf.dtype} is not a real floating type"))
         elif axes.slow.size == 1:
-            exact.append((index, "one worker has nothing to send"))
+            exact.append((index, "an axis of one worker sends nothing"))
         elif (method := methods[index]) is None:
             exact.append((index, "by the policy"))
         elif size < max(request.compression.exact_below, 1):

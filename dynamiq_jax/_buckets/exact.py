@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,6 +67,14 @@ def bytes_sent(axes: Axes, leaves: Sequence[Any]) -> int:
     item_bytes = [1 if leaf.dtype == bool else max(leaf.dtype.itemsize, 4) for leaf in leaves]
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     return round(axes.passes * sum(map(operator.mul, sizes, item_bytes)))
+
+
+def bytes_of_owners(axes: Axes, methods: Iterable[Any]) -> int:
+    """Count the bytes that each worker sends to compare the owners of states, if a method has one:
+    a number of 32 bits.
+    """
+    is_stateful = any(method.is_stateful for method in methods)
+    return bytes_sent(axes, [np.zeros((), np.int32)]) if is_stateful else 0
 
 
 def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:

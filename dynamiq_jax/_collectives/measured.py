@@ -87,7 +87,10 @@ class Measured(AllReduce):
     ) -> dict[str, Array]:
         if not self.has_metrics:
             return {}
-        sent = np.float32(exact.bytes_sent(self.axes, exact_leaves))
+        sent = np.float32(
+            exact.bytes_sent(self.axes, exact_leaves)
+            + exact.bytes_of_owners(self.axes, [bucket.method for bucket in buckets])
+        )
         if not buckets:
             return dict.fromkeys(MEASURED, jnp.float32(0)) | {"bytes": jnp.float32(sent)}
         estimates, fell_back = zip(*measured, strict=True)

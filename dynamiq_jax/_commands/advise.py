@@ -103,6 +103,8 @@ class Advise:
     def run(self) -> int:
         """Print the predictions and the advice; return the exit status."""
         options.check_outputs(self.json)
+        if len({*self.bits}) < len(self.bits):
+            raise CommandError(f"--bits {self.bits}: one of them stands there twice.")
         question = self.question()
         predicted = predictions(question)
         records.keep(self, self.device, [dataclasses.asdict(option) for option in predicted])

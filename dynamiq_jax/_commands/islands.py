@@ -54,10 +54,11 @@ class ShowIslands:
             secret = None if self.secret is None else self.secret.read_bytes()
         except OSError as error:
             raise CommandError(f"--secret is {self.secret}: {error.strerror}.") from None
+        transport = transport_of(self.store)
         try:
-            rounds = history(transport_of(self.store), secret, self.last)
+            rounds = history(transport, secret, self.last)
         except ValueError as error:
-            raise CommandError(str(error)) from None
+            raise CommandError(f"{self.store}: {error}") from None
         except Exception as error:  # of the package of the store, in any kind
             raise CommandError(f"{self.store} cannot be read: {error!r:.200}") from None
         console = tables.console()

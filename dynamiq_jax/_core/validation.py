@@ -41,10 +41,11 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> N
 
 
 def check_seed(value: Any) -> None:
-    """Raise ValueError unless a seed is an integer: JAX takes other numbers inside a map."""
-    if not (is_integer(value) or is_whole_array(value)):
+    """Raise ValueError unless a seed is an integer of 32 bits: JAX takes others inside a map."""
+    if not (is_whole_array(value) or (is_integer(value) and -(2**31) <= value < 2**32)):
         raise ValueError(
-            f"seed={value!r:.80} is not possible. Give an integer, the same on all workers."
+            f"seed={value!r:.80} is not possible. Give an integer of 32 bits, the same on all "
+            "workers."
         )
 
 

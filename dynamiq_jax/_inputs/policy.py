@@ -29,7 +29,7 @@ class Policy:
     patterns: tuple[tuple[str, Method | None], ...] = ()  # None for leaves that stay uncompressed
     function: Callable[[str, Any], Method | str] | None = None
     # Whether a pattern without a leaf is an error. A part of a tree may have leaves of some alone.
-    all_used: bool = True
+    all_used: bool = dataclasses.field(default=True, compare=False)
 
     @override
     def __repr__(self) -> str:
@@ -56,6 +56,8 @@ class Policy:
         if isinstance(method, Mapping):
             for pattern in method:
                 try:
+                    if not isinstance(pattern, str):
+                        raise TypeError("it is no string")
                     re.compile(pattern)
                 except (re.error, TypeError) as error:
                     raise ValueError(
@@ -63,6 +65,8 @@ class Policy:
                         f"{error}. Give one that is searched for in paths such as "
                         "'layers/0/attention/kernel'."
                     ) from None
+            if [*method] == [".*"]:  # the same for all leaves
+                return Policy.of(method[".*"])
             pairs = ((pattern, _method_of(each)) for pattern, each in method.items())
             return Policy(patterns=tuple(pairs))
         kind: Any = method

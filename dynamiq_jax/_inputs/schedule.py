@@ -37,6 +37,7 @@ class Schedule:
             )
         for method in self.phases.values():
             Compression.of(method)
+        object.__setattr__(self, "phases", dict(self.phases))  # the user may change theirs
 
     @property
     def methods(self) -> tuple[Choice, ...]:

@@ -80,7 +80,7 @@ def predict(
 def bytes_of_host(
     topology: Topology, cost: WireCost, num_workers: int, devices_per_host: int
 ) -> tuple[float, float]:
-    """Return the bytes that a host sends to others up to the arrivals, and all other bytes.
+    """Return the bytes that a host sends to others up to the arrival, and all other bytes.
 
     A ring leaves each host once, and so do gathers. Other messages go straight to all workers, as
     half of the statistics do, whose other half is gathered. The workers are all devices of all

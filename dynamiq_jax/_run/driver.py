@@ -14,7 +14,7 @@ from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.order import token_of
 from dynamiq_jax._check.check import check
 from dynamiq_jax._collectives.collective import Collective
-from dynamiq_jax._inputs.request import Request
+from dynamiq_jax._inputs.request import RESET_STATES, Request
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.of_arrays import plan_tree
 from dynamiq_jax._plan.plan import Plan
@@ -33,6 +33,7 @@ class Outcome:
     tree: Any
     states: NamedStates  # for the next step
     metrics: Mapping[str, Array]  # of the methods: means over buckets, weighted by coordinates
+    foreign: Array | None  # share of workers with states of others; None without states
 
 
 def run(
@@ -79,29 +80,31 @@ def _run_on_devices(
 
     def local(
         leaves: dict[int, Array], key: Array, states: NamedStates | None, token: Array | None
-    ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None]:
+    ) -> tuple[dict[int, Array], NamedStates, Mapping[str, Array], Array | None, Array | None]:
         sampled_over = None
         if sampled:
             varying = frozenset[str]().union(*map(compat.varying_axes, leaves.values()))
             own = (*collective.axes.names, *shards.axes)
             sampled_over = (*own, *sorted(varying - {*own}))
         before: tuple[Any, ...] = ((),) * len(plan.buckets)
-        of_states: dict[str, Array] = {}
+        foreign = None
         if plan.state_names:
-            before, of_states, token = to_go_on_with(plan, states, token)
+            before, foreign, token = to_go_on_with(plan, states, token)
         result, after_step, metrics, token = send_all(
             plan, leaves, key, before, token, sampled_over
         )
         named = by_name(plan, after_step) if plan.state_names else {}
         if plan.metrics:
             zeros = {name: jnp.zeros((), jnp.float32) for name in plan.metrics}
-            metrics = {**zeros, **metrics, **of_states}
+            metrics = {**zeros, **metrics}
+            if foreign is not None:
+                metrics |= {RESET_STATES: foreign}
         # Those of a method are of the parts of this device, also over axes that were manual before.
         others = frozenset[str]().union(*map(compat.varying_axes, metrics.values()))
         if axes := (*shards.axes, *sorted(others - {*shards.axes})):
             metrics = {name: lax.pmean(value, axes) for name, value in metrics.items()}
             token = token_of([token, *metrics.values()])
-        return result, named, metrics, shards.same(token)
+        return result, named, metrics, shards.same(foreign), shards.same(token)
 
     split = {index: shards.specs[index] for index in plan.touched}
     whole = {index: collective.result_spec(leaves[index], spec) for index, spec in split.items()}
@@ -109,12 +112,12 @@ def _run_on_devices(
     mapped = shards.map(
         local,
         in_specs=(split, P(), None if states is None else specs, P()),
-        out_specs=(whole, specs, P(), P()),
+        out_specs=(whole, specs, P(), P(), P()),
     )
     touched = {index: leaves[index] for index in plan.touched}
-    result, after_step, metrics, token = mapped(touched, key, states, order.last_token())
+    result, after_step, metrics, foreign, token = mapped(touched, key, states, order.last_token())
     order.remember(token)
     for index in plan.untouched:
         result[index] = np.zeros(collective.shape(leaves[index]), leaves[index].dtype)
     tree = jax.tree.unflatten(plan.structure, [result[i] for i in range(len(leaves))])
-    return Outcome(tree, after_step, metrics)
+    return Outcome(tree, after_step, metrics, foreign)

@@ -14,10 +14,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from dynamiq_jax._buckets import exact, scopes
+from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.order import after, token_of
-from dynamiq_jax._inputs.request import RESET_STATES
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.methods import State
@@ -79,14 +78,15 @@ def by_name(plan: Plan, states: States) -> NamedStates:
 
 def to_go_on_with(
     plan: Plan, states: NamedStates | None, token: Array | None
-) -> tuple[States, dict[str, Array], Array | None]:
-    """Return the states of one device for a step, metrics about them, and the token to go on with.
+) -> tuple[States, Array | None, Array | None]:
+    """Return the states of one device for a step, the share of workers with states of others, and
+    the token to go on with.
 
     Without named states, they are those of a first step.
     """
     first, names = of_first_step(plan), plan.state_names
     if not states:
-        return first, {}, token
+        return first, None, token
     local = jax.tree.map(lambda leaf: leaf[0], dict(states))
     own = tuple(local[names[n]] if n in names else () for n in range(len(plan.buckets)))
     return reset_foreign(states[OWNER][0], own, first, plan.collective.axes, token)
@@ -97,9 +97,15 @@ def check_states(plan: Plan, states: NamedStates) -> None:
     check_state_names(states, all_names(plan))
     if not states:
         return
-    wanted = jax.tree.leaves(jax.eval_shape(lambda: first_states(plan)))
+    wanted = jax.eval_shape(lambda: first_states(plan))
+    types, wanted_types = (str(jax.tree.structure(dict(each))) for each in (states, wanted))
+    if types != wanted_types:
+        raise ValueError(
+            f"state.method is {types:.300}, not {wanted_types:.300}. Give the types that init "
+            "returns: restore a checkpoint into a state like those."
+        )
     given = jax.tree.leaves_with_path(dict(states))
-    for (path, leaf), needed in zip(given, wanted, strict=True):
+    for (path, leaf), needed in zip(given, jax.tree.leaves(wanted), strict=True):
         if np.shape(leaf) != needed.shape:
             names = plan.collective.axes.names
             raise ValueError(
@@ -149,7 +155,7 @@ def owner(axes: Axes) -> Array:
 
 def reset_foreign(
     record: Array, states: Tree, first: Tree, axes: Axes, token: Array | None
-) -> tuple[Tree, dict[str, Array], Array | None]:
+) -> tuple[Tree, Array, Array | None]:
     """Replace states by first ones on all workers if any worker has states of another.
 
     All of them start anew together: parts of some states are the same on all workers, or add up to
@@ -157,16 +163,12 @@ def reset_foreign(
     computed. `record` is from `owner` in an earlier step.
 
     Returns:
-      States like the first ones, metrics, and a token that is available after the comparison.
+      States like the first ones, the share of workers with states of others, and a token that is
+      available after the comparison.
     """
     with scopes.scope(scopes.STATES):
         is_foreign = jnp.any(record != owner(axes))
         count = lax.psum(after(token, is_foreign.astype(jnp.int32)), axes.names)
     kept = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), first, states)
     share = count.astype(jnp.float32) / np.float32(axes.num_workers)
-    return kept, {RESET_STATES: share}, token_of([count])
-
-
-def comparison_bytes(axes: Axes) -> int:
-    """Count the bytes that each worker sends in `reset_foreign`."""
-    return exact.bytes_sent(axes, [jax.ShapeDtypeStruct((), jnp.int32)])
+    return kept, share, token_of([count])

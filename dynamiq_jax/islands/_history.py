@@ -35,7 +35,7 @@ def history(
         check_integer("last", last, 1)
     numbers = {*numbers_of([*transport.names("here"), *transport.names("decision")])}
     if not numbers:
-        raise ValueError(f"{transport!r} has no run of islands. Give the place that they share.")
+        raise ValueError("there is no run of islands. Give the place that they share.")
     found = []
     for number in sorted(numbers)[-(last or len(numbers)) :]:
         here, file = tuple(transport.names(f"here/{number:08}")), decision_file(number)

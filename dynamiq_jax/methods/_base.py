@@ -204,4 +204,4 @@ class ChunkedMethod(Method):
     def all_gather(self, part: Array, call: Call, key: Array) -> Gathered:
         """Gather the parts of all workers, float [size / num_workers], a multiple of `granule`."""
         codec = self.bind(part, call, key)
-        return gather(codec, (codec.compress(call.axis.index, 0),), call.axis)
+        return gather(codec, codec.compress(call.axis.index, 0), call.axis)

@@ -28,11 +28,10 @@ class AllToAll(Topology):
         # The errors of many workers' own values average out. The error of the compressed sum
         # remains, so the sum has a codec of its own.
         sums = codec.of_sums(axis.size)
-        arrivals = self.arrivals(codec, axis)
-        return gather(sums, tuple(sums.hop(*arrival) for arrival in arrivals), axis)
+        return gather(sums, sums.hop(*self.arrival(codec, axis)), axis)
 
     @override
-    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+    def arrival(self, codec: ChunkCodec, axis: Axis) -> Arrival:
         worker = axis.index
 
         def send(turn: Array, by_owner: Payload) -> Payload:
@@ -61,7 +60,7 @@ class AllToAll(Topology):
             return others.reshape(count, *one.shape)
 
         received = jax.tree.map(exchange, by_owner, of_one)
-        return (Arrival(received, worker, axis.size - 1),)
+        return Arrival(received, worker, axis.size - 1)
 
     @override
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:

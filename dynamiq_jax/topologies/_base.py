@@ -60,8 +60,8 @@ class Topology(abc.ABC):
     """
 
     @abc.abstractmethod
-    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
-        """Run everything up to the last transfer, for each chunk that the worker owns.
+    def arrival(self, codec: ChunkCodec, axis: Axis) -> Arrival:
+        """Run everything up to the last transfer, of the chunk that the worker owns.
 
         Law: the messages of a chunk and the worker's own values hold the values of every worker
         once, and no two compressions of a chunk have one turn.
@@ -132,14 +132,14 @@ class Topology(abc.ABC):
     def bytes_sent(self, cost: WireCost, num_workers: int) -> int:
         """Return the bytes that each worker sends in an all-reduce.
 
-        A worker sends the statistics, the payloads up to the arrivals, and as many payloads to
+        A worker sends the statistics, the payloads up to the arrival, and as many payloads to
         gather the sums.
         """
         gathered = (num_workers - 1) * cost.payload_bytes
         return cost.statistics_bytes + self.bytes_scattered(cost, num_workers) + gathered
 
     def bytes_scattered(self, cost: WireCost, num_workers: int) -> int:
-        """Return the bytes of the payloads that each worker sends up to the arrivals.
+        """Return the bytes of the payloads that each worker sends up to the arrival.
 
         It sends one payload for each chunk that another worker owns, the fewest possible.
         """
@@ -147,30 +147,28 @@ class Topology(abc.ABC):
 
     def all_reduce(self, codec: ChunkCodec, axis: Axis) -> Gathered:
         """Run everything up to the payloads of all sums, on all workers."""
-        return gather(codec, self.sums(codec, axis), axis)
+        return gather(codec, self.summed(codec, axis), axis)
 
     def reduce_scatter(self, codec: ChunkCodec, axis: Axis) -> Scattered:
-        """Sum the chunks that the worker owns. The sums are never compressed."""
-        arrivals = self.arrivals(codec, axis)
-        values = jnp.concatenate([codec.accumulate(a.messages, a.chunk) for a in arrivals])
-        return Scattered(values, _token_of([a.messages for a in arrivals]))
+        """Sum the chunk that the worker owns. The sum is never compressed."""
+        arrival = self.arrival(codec, axis)
+        values = codec.accumulate(arrival.messages, arrival.chunk)
+        return Scattered(values, _token_of(arrival.messages))
 
-    def sums(self, codec: ChunkCodec, axis: Axis) -> tuple[Payload, ...]:
-        """Return the payloads of the sums of the chunks that the worker owns."""
-        return tuple(codec.hop(*arrival) for arrival in self.arrivals(codec, axis))
+    def summed(self, codec: ChunkCodec, axis: Axis) -> Payload:
+        """Return the payload of the sum of the chunk that the worker owns."""
+        return codec.hop(*self.arrival(codec, axis))
 
 
-def gather(codec: SumCodec, mine: tuple[Payload, ...], axis: Axis) -> Gathered:
-    """Gather the payloads of the chunks that each worker owns.
+def gather(codec: SumCodec, mine: Payload, axis: Axis) -> Gathered:
+    """Gather the payload of each worker.
 
     Args:
       codec: codec that decodes the payloads.
-      mine: payloads of the chunks that this worker owns.
+      mine: payload of the chunk that this worker owns.
       axis: workers.
     """
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *mine)
-    gathered = jax.tree.map(axis.gather, stacked)
-    return Gathered(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), gathered), codec)
+    return Gathered(jax.tree.map(axis.gather, mine), codec)
 
 
 def _token_of(payloads: Payload) -> Array:

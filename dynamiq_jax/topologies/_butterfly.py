@@ -22,7 +22,7 @@ class Butterfly(Topology):
     """
 
     @override
-    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+    def arrival(self, codec: ChunkCodec, axis: Axis) -> Arrival:
         worker = axis.index
         kept = None  # messages [messages, chunks, ...] of the chunks that the worker still sums
         block = jnp.zeros_like(worker)  # the first of these chunks
@@ -49,7 +49,7 @@ class Butterfly(Topology):
                 kept = jax.tree.map(lambda *both: jnp.concatenate(both), kept, arrived)
             block, distance = mine, distance // 2
         last = jax.tree.map(lambda leaf: leaf[:, 0], kept)
-        return (Arrival(last, worker, axis.size - 1),)
+        return Arrival(last, worker, axis.size - 1)
 
     @override
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:

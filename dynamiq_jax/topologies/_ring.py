@@ -26,14 +26,14 @@ class Ring(Topology):
         check_flag("unroll", self.unroll)
 
     @override
-    def arrivals(self, codec: ChunkCodec, axis: Axis) -> tuple[Arrival, ...]:
+    def arrival(self, codec: ChunkCodec, axis: Axis) -> Arrival:
         last = axis.size - 1
-        return (Arrival(_received(self._walk(codec, axis, last), axis), _chunk(axis, last), last),)
+        return Arrival(_received(self._walk(codec, axis, last), axis), _chunk(axis, last), last)
 
     @override
-    def sums(self, codec: ChunkCodec, axis: Axis) -> tuple[Payload, ...]:
+    def summed(self, codec: ChunkCodec, axis: Axis) -> Payload:
         # In the loop, the last hop is compiled once, together with all earlier ones.
-        return (self._walk(codec, axis, axis.size),)
+        return self._walk(codec, axis, axis.size)
 
     @override
     def compressions(self, num_workers: int) -> list[tuple[int, int]]:

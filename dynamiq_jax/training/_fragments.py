@@ -69,6 +69,8 @@ class Fragments:
             for piece in _cut(leaf.shape, spec, min(wanted, count)):
                 extent = piece.size / leaf.shape[piece.dimension] if piece else 1
                 pieces.append((_bytes(leaf) * extent, index, piece))
+        if not leaves:
+            raise ValueError("params has no leaves. Give those that are trained.")
         if len(pieces) < count:
             raise ValueError(
                 f"fragments={count} is more than the {len(pieces)} pieces that {len(leaves)} "

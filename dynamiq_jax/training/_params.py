@@ -41,6 +41,8 @@ def check_like(given: Any, wanted: Any, what: str, remedy: str) -> None:
         ]
 
     found, expected = described(given), described(wanted)
+    if found == expected:  # but the containers may be others
+        found, expected = [str(jax.tree.structure(given))], [str(jax.tree.structure(wanted))]
     if found != expected:
         apart = sorted(set(found) ^ set(expected)) or found
         raise ValueError(f"{what}: {'; '.join(apart)[:300]} is in one of both alone. {remedy}")

@@ -173,7 +173,7 @@ def test_every_merge_of_a_chunk_has_noise_of_its_own(topology, monkeypatch, num_
     call = call_on(num_workers * 512, num_workers, TOPOLOGIES[topology])
 
     def local(key, values):
-        (payload,) = call.topology.sums(UNIT.bind(values, call, key), call.axis)
+        payload = call.topology.summed(UNIT.bind(values, call, key), call.axis)
         return payload[:-2]
 
     negative = np.full((num_workers, call.size), -1, np.float32)

@@ -396,7 +396,7 @@ def test_values_of_all_terms_are_those_of_the_sum(method):
     def local(key, flat):
         codec = resolve_method(method).bind(flat, call, key)
         parts = terms_of(resolve_method(method), codec)
-        ((messages, chunk, _),) = call.topology.arrivals(codec, call.axis)
+        messages, chunk, _ = call.topology.arrival(codec, call.axis)
         each = [jax.tree.map(lambda leaf, i=i: leaf[i], messages) for i in range(3)]
         terms = parts.local_terms(chunk) + sum(parts.terms(one, chunk) for one in each)
         return codec.accumulate(messages, chunk), parts.values_of_terms(terms, chunk)

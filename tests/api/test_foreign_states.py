@@ -16,7 +16,7 @@ from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.methods import ErrorFeedback, Method
 from dynamiq_jax.training import LocalSGD
 from tests.support.gradients import of_workers
-from tests.support.states import SPECS, on_mesh
+from tests.support.states import SPECS, of_buckets, on_mesh
 from tests.support.workers import Decaying, Largest, over
 
 WORKERS = 3
@@ -96,6 +96,30 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
         assert after.metrics["reset_states"] == 0.75
         first, _ = update(gradients, start(gradients[0])._replace(step=state.step))
         np.testing.assert_array_equal(again, first)
+
+
+def test_states_of_all_phases_begin_anew_together(data_mesh):
+    """A record is about those of other phases, too, which one of them does not read."""
+    rest = {".*": "uncompressed"}
+    schedule = dq.Schedule({0: {"w": "ef+dynamiq:3"} | rest, 2: {"v": "ef+dynamiq:3"} | rest})
+    reduce, mesh = dq.all_reduce_gradients("data", method=schedule), data_mesh(4)
+    gradients = {"w": gradients_of(4), "v": gradients_of(4, 1)}
+    start, update = on_mesh(reduce, mesh, SPECS._replace(method=P()), check_vma=False)
+    state = first = start(jax.tree.map(lambda leaf: leaf[0], gradients))
+    for _ in range(3):
+        _, state = update(gradients, state)
+    whole = NamedSharding(mesh, P())
+    restored = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), whole), state)
+    _, after = update(gradients, restored)
+    of_w, of_v = sorted(of_buckets(after), key=lambda name: "-v-" in name)
+
+    def residuals(state, name):
+        (leaf,) = jax.tree.leaves(state.method[name])
+        return np.stack([shard.data for shard in leaf.addressable_shards])
+
+    assert np.any(residuals(state, of_w))
+    np.testing.assert_array_equal(residuals(after, of_w), residuals(first, of_w))
+    assert np.all(np.any(residuals(after, of_v), axis=(1, 2)))
 
 
 def test_workers_of_several_axes():

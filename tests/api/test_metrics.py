@@ -57,6 +57,9 @@ def test_complex_numbers_count_with_both_parts():
     assert float(dq.vnmse(truth.conj(), truth)) == pytest.approx((4 + 4) / 7, rel=1e-6)
     mixed = {"real": jnp.array([3.0]), "complex": truth}
     assert float(dq.vnmse({**mixed, "complex": estimate}, mixed)) == pytest.approx(5 / 16, rel=1e-6)
+    beside_real = [jnp.array([1.0, 2.0]), jnp.array([1j, 2])]
+    for pair in (beside_real, beside_real[::-1]):
+        assert float(dq.vnmse(*pair)) == pytest.approx(2 / 5)
 
 
 def test_shapes_that_differ_are_refused():

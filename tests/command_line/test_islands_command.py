@@ -68,7 +68,7 @@ def test_a_run_with_a_secret_is_read_with_it_alone(tmp_path):
 
 
 def test_what_is_no_run_is_one_error(tmp_path):
-    with pytest.raises(CommandError, match="has no run of islands"):
+    with pytest.raises(CommandError, match="there is no run of islands"):
         ShowIslands(str(tmp_path)).run()
     with pytest.raises(CommandError, match="is no folder"):
         ShowIslands(str(tmp_path / "none")).run()

@@ -181,6 +181,22 @@ def test_weighted_sums_of_both_decoders_are_the_same(weights, seed):
     np.testing.assert_allclose(of_jax["float32"], exact, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("method", ("blockint:4", "mxfp4", "mxfp8", "dynamiq:4", "bf16"))
+def test_bodies_of_any_bytes_are_the_same_values_of_both_decoders(method):
+    """Also with scales that no encoder writes, such as subnormal ones."""
+    message = islands.encode({"w": np.ones(2048, np.float32)}, key=KEY, method=method)
+    rng = np.random.default_rng(0)
+    body = rng.integers(0, 256, len(message.body), np.uint8)
+    for step in (1, 2):  # of every second byte alone, scales of 16 bits are small
+        kept = np.where(np.arange(body.size) % step, 0, body).astype(np.uint8)
+        hostile = dataclasses.replace(message, body=kept.tobytes())
+        of_jax, of_numpy = (decode(hostile)["w"] for decode in DECODERS)
+        is_number = ~np.isnan(of_numpy)  # of which there are many
+        np.testing.assert_array_equal(np.isnan(of_jax), ~is_number)
+        assert same_bits(np.asarray(of_jax)[is_number], of_numpy[is_number])
+
+
 def test_errors_of_encode():
     def refused(error, match, tree=TREE, **kwargs):
         with pytest.raises(error, match=match):

@@ -36,12 +36,12 @@ def ring_through(halfway: Halfway) -> Ring:
     """A ring that calls `halfway` when chunks have been summed, before the sums are gathered."""
 
     class RingThrough(Ring):
-        def sums(self, codec, axis):
+        def summed(self, codec, axis):
             def through(leaf):
                 same = io_callback(halfway, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), leaf)
                 return jax.lax.pcast(same, axis.name, to="varying")
 
-            return jax.tree.map(through, super().sums(codec, axis))
+            return jax.tree.map(through, super().summed(codec, axis))
 
     return RingThrough()
 

@@ -309,8 +309,8 @@ def bfloat16_value(bits: Numbers) -> F32:
 
 
 def product(values: F32, scales: Any) -> F32:
-    """Multiply values [..., n] by scales [...], flushed."""
-    return flushed(values * np.asarray(scales)[..., None])
+    """Multiply values [..., n] by scales [...], with subnormal numbers of both flushed."""
+    return flushed(values * flushed(np.asarray(scales, np.float32))[..., None])
 
 
 def flushed(values: NDArray[Any]) -> NDArray[Any]:

@@ -287,7 +287,7 @@ class _LossyReduceScatter(ReduceScatter):
         codec = method.bind(flat, call, keys[0])
         parts = terms_of(method, codec)
         axis, channel, others = call.axis, self.lossy.channel, call.num_workers - 1
-        ((messages, chunk, _),) = call.topology.arrivals(codec, axis)
+        messages, chunk, _ = call.topology.arrival(codec, axis)
         message_bytes = _num_bytes(messages) // others
         senders = (axis.index + 1 + jnp.arange(others)) % axis.size  # in the order of arrivals
         spans = parts.byte_spans(chunk)

@@ -130,7 +130,7 @@ class GatherMean(_Half):
     def deliver(self, bucket: Bucket, codec: ChunkCodec, payload: Payload) -> Reduced:
         """Gather payloads and decode them."""
         with scope(spelled(bucket.method)):
-            gathered = topologies.gather(codec, (payload,), self.axes.slow)
+            gathered = topologies.gather(codec, payload, self.axes.slow)
             part = gathered.decode().astype(bucket.dtype)
         dealing = dealing_of(bucket, self.axes)
         pieces = self.axes.gather(part, dealing.pieces * dealing.size)
