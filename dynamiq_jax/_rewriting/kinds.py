@@ -137,21 +137,21 @@ def _alike(
 ) -> frozenset[int]:
     """Return the dimensions of a result along which all elements are the same number."""
     shape, params = _shape(variable), equation.params
-    every = _long_dimensions(variable)
-    match equation.primitive.name:
-        case "broadcast_in_dim":
-            before = _shape(atoms[0])
-            pairs = enumerate(params["broadcast_dimensions"])
-            differ = {n for o, n in pairs if before[o] != 1 and o not in inputs[0].alike}
-            return every - differ
-        case "transpose":
-            pairs = enumerate(params["permutation"])
-            return frozenset(new for new, old in pairs if old in inputs[0].alike)
+    if equation.primitive.name == "broadcast_in_dim":
+        before = _shape(atoms[0])
+        pairs = enumerate(params["broadcast_dimensions"])
+        differ = {n for o, n in pairs if before[o] != 1 and o not in inputs[0].alike}
+        return _long_dimensions(variable) - differ
     arrays = [i for i, atom in enumerate(atoms) if not is_one(atom)]
+    if not atoms or not all(inputs[i].alike for i in arrays):
+        return frozenset()
+    if equation.primitive.name == "transpose" and arrays:
+        pairs = enumerate(params["permutation"])
+        return frozenset(new for new, old in pairs if old in inputs[0].alike)
     if all(_shape(atoms[i]) == shape for i in arrays):
-        return every.intersection(*(inputs[i].alike for i in arrays)) if atoms else frozenset()
+        return _long_dimensions(variable).intersection(*(inputs[i].alike for i in arrays))
     are_numbers = all(inputs[i].alike == _long_dimensions(atoms[i]) for i in arrays)
-    return every if are_numbers else frozenset()
+    return _long_dimensions(variable) if are_numbers else frozenset()
 
 
 def _long_dimensions(atom: Any) -> frozenset[int]:
