@@ -210,7 +210,7 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
     first, second = inputs
     is_number, is_quotient = _are_numbers(equation, inputs), equation.primitive.name == "div"
     # Of two that are repeated along other dimensions, the product is an outer one.
-    is_factor = is_one(equation.outvars[0]) or bool(first.alike & second.alike)
+    is_factor = any(map(is_one, equation.invars)) or bool(first.alike & second.alike)
     if _is_zero(is_quotient, first.number, second.number):
         return Origin(Kind.CONSTANT, 0.0)
     sums = first.sums | second.sums

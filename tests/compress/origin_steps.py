@@ -145,6 +145,17 @@ def flat_and_padded(p, s, x, y):
     return unravel(total.reshape(-1)[: flat.size])
 
 
+@gradients(compressed=1)
+def scaled_by_numbers_in_any_form(p, s, x, y):
+    """Numbers are repeated, transposed and reshaped, and multiplied by one another."""
+    g = grad(p, x, y)["w"]
+    scale = 1 / (1 + jnp.linalg.norm(g))
+    repeated = jnp.broadcast_to(jnp.broadcast_to(scale, SIZE), g.shape)
+    reshaped = jnp.broadcast_to(scale, g.size).reshape(g.shape)
+    rows = jnp.broadcast_to(g.mean(0), g.shape)
+    return mean(reshaped * g + repeated * rows.T + scale * rows + scale * g.mean())
+
+
 @gradients()
 def curvature_times_a_vector(p, s, x, y):
     product = jax.grad(lambda p: optax.tree.vdot(grad(p, x, y), s))(p)
@@ -255,10 +266,12 @@ def factors_of_kfac(p, s, x, y):
     return mean((activations.T @ activations, dh.T @ dh))
 
 
-@others(MIXED, exact=2)
+@others(MIXED, exact=4)
 def full_matrix_of_adagrad(p, s, x, y):
-    row = grad(p, x, y)["w"][0]
-    return mean((jnp.outer(row, row), row[:, None] * (2 * row[None])))
+    g = grad(p, x, y)["w"]
+    row, rows = g[0], jnp.broadcast_to(g[0], g.shape)
+    by_both = g / (1 + rows**2 + rows.T**2)
+    return mean((jnp.outer(row, row), row[:, None] * (2 * row[None]), rows * rows.T, by_both))
 
 
 @others(MIXED)
