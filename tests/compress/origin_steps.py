@@ -266,12 +266,14 @@ def factors_of_kfac(p, s, x, y):
     return mean((activations.T @ activations, dh.T @ dh))
 
 
-@others(MIXED, exact=4)
+@others(MIXED, exact=5)
 def full_matrix_of_adagrad(p, s, x, y):
     g = grad(p, x, y)["w"]
+    column = g.reshape(-1)[:, None]
     row, rows = g[0], jnp.broadcast_to(g[0], g.shape)
     by_both = g / (1 + rows**2 + rows.T**2)
-    return mean((jnp.outer(row, row), row[:, None] * (2 * row[None]), rows * rows.T, by_both))
+    outer = jnp.outer(row, row), row[:, None] * (2 * row[None]), rows * rows.T
+    return mean((*outer, by_both, column * (2 * column)))
 
 
 @others(MIXED)
@@ -281,6 +283,13 @@ def changes_of_local_steps(p, s, x, y):
 
     last, _ = lax.scan(turn, p, (parts(x), parts(y)))
     return mean(each(jnp.subtract, last, p))
+
+
+@others(MIXED)
+def changes_of_parameters_that_the_loss_takes_in_one_vector(p, s, x, y):
+    flat, unravel = ravel_pytree(p)
+    g = unravel(jax.grad(lambda flat: loss(unravel(flat), x, y))(flat))
+    return mean(each(lambda p, g: p - 0.2 * g, p, g))
 
 
 @others(MIXED)
