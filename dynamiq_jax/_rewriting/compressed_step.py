@@ -135,7 +135,8 @@ class CompressedStep:
             @functools.wraps(equations.unjitted(self._fun))
             def step(*args: Any, **kwargs: Any) -> Any:
                 within = self._leaves(args, kwargs)
-                return self._finished(within, self._run(within, within.of_arrays(shardings)))
+                given = within.of_arrays(shardings)
+                return self._finished(within, self._run(within, given, opens_all=True))
 
             return equations.jit_like(step, self._fun)
 
@@ -175,10 +176,15 @@ class CompressedStep:
         return self._compiled[kind]
 
     def _run(
-        self, leaves: Leaves, shardings: Sequence[Any], program: ScheduledStep | None = None
+        self,
+        leaves: Leaves,
+        shardings: Sequence[Any],
+        program: ScheduledStep | None = None,
+        *,
+        opens_all: bool = False,
     ) -> _Results:
         """Run the step inside of a trace, with a program for its arguments, or else traced here."""
-        program = program or self._program(leaves, shardings)
+        program = program or self._program(leaves, shardings, opens_all=opens_all)
         recording.record_step(lambda: self._report(program))
         key = None
         if self._key is not None and program.groups:
@@ -197,31 +203,44 @@ class CompressedStep:
         leaves.update(results[1])
         return _tree_of(results)
 
-    def _program(self, leaves: Leaves, shardings: Sequence[Any]) -> ScheduledStep:
+    def _program(
+        self, leaves: Leaves, shardings: Sequence[Any], *, opens_all: bool = False
+    ) -> ScheduledStep:
         """Trace the step and schedule it.
 
         Raises:
           TypeError: the step assigns an array to an attribute of its object.
           ValueError: there is no sum to compress.
         """
-        selection = self._selection
+        selection, before = self._selection, self._held_tracers()
         program = scheduled(
-            self._fun, leaves, shardings, self._in_specs, selection, is_jitted=self._is_jitted
+            self._fun,
+            leaves,
+            shardings,
+            self._in_specs,
+            selection,
+            is_jitted=self._is_jitted,
+            opens_all=opens_all,
         )
-        self._check_unchanged()
+        self._check_unchanged(before)
         if not self._missing_ok:
             program.check_found(selection)
         if self._request.measures:
             program.check_measurable()
         return program
 
-    def _check_unchanged(self) -> None:
-        """Check that a trace has left no array in the object of the step."""
+    def _held_tracers(self) -> list[Any]:
+        """Return the traced arrays in the object of the step: of a trace around, or left there."""
         owner = self._instance
         if owner is None:
             owner = getattr(self._fun, "__self__", self._fun)
         held = getattr(owner, "__dict__", {}).values()
-        if any(isinstance(leaf, jax.core.Tracer) for each in held for leaf in _leaves_of(each)):
+        leaves = (leaf for each in held for leaf in _leaves_of(each))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+
+    def _check_unchanged(self, before: Sequence[Any]) -> None:
+        """Check that a trace has left no array in the object of the step."""
+        if {*map(id, self._held_tracers())} - {*map(id, before)}:
             raise TypeError(
                 "The step assigns arrays to attributes of an object, such as self.state, which "
                 "would happen only while it is traced. Return them, or compress the function "

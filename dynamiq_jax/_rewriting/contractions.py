@@ -29,7 +29,8 @@ def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> WorkerAxis 
     """
     around = jax.sharding.get_abstract_mesh()
     placed = (each.mesh for each in shardings if isinstance(each, NamedSharding))
-    for mesh in itertools.chain(placed, [around], _meshes(program)):
+    # That of the surroundings is the one in which the step is traced.
+    for mesh in itertools.chain([around], placed, _meshes(program)):
         if axis in mesh.axis_names and axis not in around.manual_axes:
             return WorkerAxis(axis, mesh)
     return None
@@ -126,7 +127,7 @@ class Marker:
         parts = programs_of(equation)
         if not parts or any(part.inputs is None for part in parts):
             return self._plain(equation, rows)
-        if any(self._workers.axis in part.sizes for part in parts):
+        if any(self._workers.axis in part.sizes or self._is_elsewhere(part) for part in parts):
             specs = equation.params["out_specs"]
             return equation, [hint_of_spec(spec, self._workers) for spec in specs]
         rows = self._placed(equation.params.get("in_shardings"), rows)
@@ -141,6 +142,11 @@ class Marker:
         ]
         results = self._placed(equation.params.get("out_shardings"), results)
         return equations.with_programs(equation, marked), results
+
+    def _is_elsewhere(self, part: StepProgram) -> bool:
+        """Return whether a program runs in another mesh, with another number of workers."""
+        shape = {} if part.mesh is None else part.mesh.shape
+        return shape.get(self._workers.axis, self._workers.count) != self._workers.count
 
     def _part(
         self, equation: Equation, part: StepProgram, rows: Sequence[RowHint]
@@ -175,8 +181,9 @@ class Marker:
             why = None
             shapes = map(equations.shape_of, equation.invars)
             rows_split = (s[d] for s, d in zip(shapes, split, strict=True) if d is not None)
-            if not all(isinstance(n, int) and n % self._workers.count == 0 for n in rows_split):
-                why = f"its rows do not split evenly among {self._workers.count} workers"
+            count = self._workers.count
+            if not all(isinstance(n, int) and n and n % count == 0 for n in rows_split):
+                why = f"its rows do not split evenly among {count} workers"
             return self._sum(equation, None if why else split, why), [RowHint()]
         lost = next((each.lost for each in rows if each.lost), None)
         if lost and may_contract(equation, dims, [each.lost is not None for each in rows]):

@@ -241,6 +241,11 @@ _KINDS: dict[
 }
 
 
+def is_known(equation: Equation) -> bool:
+    """Return whether an equation is of a kind that can be made anew, or replaced."""
+    return equation.primitive.name in _KINDS or equation.primitive.name in _CALLS
+
+
 def check_known(equation: Equation) -> None:
     """Raise ValueError for an equation of a kind that cannot be made anew."""
     name = equation.primitive.name

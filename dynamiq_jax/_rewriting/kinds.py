@@ -40,6 +40,7 @@ class Origin(NamedTuple):
     kind: Kind
     number: float | None = None  # that all elements are, if it is known
     alike: frozenset[int] = frozenset()  # dimensions along which all elements are the same number
+    depends: frozenset[int] = frozenset()  # numbers of the arguments that no pass has read for it
     # Arguments and sums of which it is another form, a multiple, or a sum.
     arguments: frozenset[int] = frozenset()  # numbers
     sums: frozenset[SumResult] = frozenset()
@@ -65,6 +66,8 @@ _KEEPING = _LIKE | {
     *("unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "vary_unreduced_cast_p"),
     *("with_memory_space_constraint", "xor"),
 }
+# Numbers among their operands are bounds.
+_BOUNDING = {"clamp", "max", "min", "select_n"}
 _PRODUCTS = {"mul", "div", "dot_general", "conv_general_dilated"}
 _TO_WORKERS = {"all_to_all", "pcast", "ppermute", "pvary"}
 # A parameter times at most this is a penalty on its size, if it is added to a gradient. Times more,
@@ -88,6 +91,7 @@ def join(origins: Sequence[Origin]) -> Origin:
         kind,
         first.number if len({each.number for each in origins}) == 1 else None,
         frozenset.intersection(*(each.alike for each in origins)),
+        first.depends.union(*(each.depends for each in origins)),
         arguments,
         first.sums.union(*(each.sums for each in origins)),
     )
@@ -95,8 +99,9 @@ def join(origins: Sequence[Origin]) -> Origin:
 
 def nonlinear(origins: Sequence[Origin]) -> Origin:
     """Return the origin of a function of values that keeps no gradients."""
-    kind = join(origins).kind
-    return Origin({Kind.STATE: Kind.OTHER, Kind.GRADIENT: Kind.MIXED}.get(kind, kind))
+    joined = join(origins)
+    kinds = {Kind.STATE: Kind.OTHER, Kind.GRADIENT: Kind.MIXED}
+    return Origin(kinds.get(joined.kind, joined.kind), depends=joined.depends)
 
 
 def operands_of(equation: Equation, output: int) -> slice:
@@ -118,9 +123,15 @@ def made(
     if not (is_inexact(variable) or (name in _KEEPING and _is_of(variable, jnp.integer))):
         return Origin(Kind.CONSTANT)
     if name in _KEEPING:
-        floating = [each for atom, each in zip(atoms, inputs, strict=True) if is_inexact(atom)]
+        pairs = list(zip(atoms, inputs, strict=True))
+        floating = [each for atom, each in pairs if is_inexact(atom)]
         result = join(floating or inputs)  # without indices and masks
         number = _kept_number(equation, variable, result.number)
+        if name in _BOUNDING and result.kind in (Kind.GRADIENT, Kind.MIXED):
+            arrays = [e for atom, e in pairs if is_inexact(atom) and not (e.alike or is_one(atom))]
+            several = sum(each.kind == Kind.GRADIENT for each in arrays) > 1
+            is_largest = several and name != "select_n"  # of two gradients, such as a magnitude
+            result = nonlinear(arrays) if is_largest else join(arrays or floating)
     elif name in _PRODUCTS:
         result = _product(equation, inputs)
         number = result.number
@@ -213,11 +224,13 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
     is_factor = any(map(is_one, equation.invars)) or bool(first.alike & second.alike)
     if _is_zero(is_quotient, first.number, second.number):
         return Origin(Kind.CONSTANT, 0.0)
-    sums = first.sums | second.sums
+    sums, depends = first.sums | second.sums, first.depends | second.depends
     if is_quotient and not is_number[1]:
         second = nonlinear([second])
     low, high = (first, second) if first.kind <= second.kind else (second, first)
-    if is_number[0] != is_number[1]:
+    if low.kind == high.kind == Kind.GRADIENT:
+        result = nonlinear([first, second])
+    elif is_number[0] != is_number[1]:
         array, factor = (second, first) if is_number[0] else (first, second)
         is_small = factor.number is not None and abs(factor.number) <= _LARGEST_DECAY
         is_decay = array.kind == Kind.OTHER and array.arguments and is_small and not is_quotient
@@ -228,7 +241,7 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
         result = Origin(Kind.GRADIENT)
     else:
         result = nonlinear([first, second])
-    return result._replace(number=None, sums=sums)
+    return result._replace(number=None, sums=sums, depends=depends)
 
 
 def _are_numbers(equation: Equation, inputs: Sequence[Origin]) -> tuple[bool, bool]:

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dynamiq_jax._rewriting import inner
 from dynamiq_jax._rewriting.kinds import (
     Kind,
@@ -67,7 +69,8 @@ class _Flow:
             return Origin(Kind.CONSTANT)
         number = self._numbers.setdefault(variable, len(self._numbers))
         kind = Kind.OTHER if number in self.read else Kind.STATE
-        return Origin(kind, arguments=frozenset({number}))
+        itself = frozenset({number})
+        return Origin(kind, depends=itself, arguments=itself)
 
     def program(
         self, program: StepProgram, inputs: Sequence[Origin], scopes: str, path: Path
@@ -136,7 +139,7 @@ class _Flow:
         here, written = _pass_of(scopes), as_written(equation)
         if here == "forward":
             for each in inputs:
-                self.read.update(each.arguments)
+                self.read.update(each.depends)
                 self.read_sums.update(each.sums)
         outputs = []
         for number, variable in enumerate(equation.outvars):
@@ -145,9 +148,9 @@ class _Flow:
             result = made(written, variable, equation.invars[places], operands)
             if here == "backward":
                 self.continued.update(continued(equation, operands))
-                result = result._replace(kind=Kind.GRADIENT, arguments=frozenset())
+                result = Origin(Kind.GRADIENT, result.number, result.alike, sums=result.sums)
             elif here == "forward" and result.kind != Kind.CONSTANT:
-                result = result._replace(kind=Kind.FORWARD, arguments=frozenset())
+                result = Origin(Kind.FORWARD, result.number, result.alike, sums=result.sums)
             if result.number == 0:
                 result = Origin(Kind.CONSTANT, 0.0)
             if summed := over_axes(equation):
@@ -173,4 +176,5 @@ def _pass_of(scopes: str) -> Differentiation | None:
 def _origin_of(atom: Any, known: Mapping[Any, Origin]) -> Origin:
     if equations.is_variable(atom):
         return known[atom]
-    return Origin(Kind.CONSTANT, float(atom.val) if is_real(atom) else None)
+    is_number = is_real(atom) and np.ndim(atom.val) == 0
+    return Origin(Kind.CONSTANT, float(atom.val) if is_number else None)

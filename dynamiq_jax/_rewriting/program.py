@@ -18,7 +18,7 @@ from dynamiq_jax._rewriting.origins import origins_of
 from dynamiq_jax._rewriting.reading import chosen
 from dynamiq_jax._rewriting.schedule import schedule
 from dynamiq_jax._rewriting.steps import EvaluationSchedule, KeptSum, Reduce
-from dynamiq_jax._rewriting.sums import Selection
+from dynamiq_jax._rewriting.sums import NO_GRADIENT, SMALL, Selection
 from pallas_kernels._jax import compat, equations
 
 
@@ -30,7 +30,7 @@ class ScheduledStep:
     groups: tuple[Reduce, ...]
     exact: tuple[KeptSum, ...]  # sums that stay as they are
     manual: frozenset[str]  # axes of its maps and around it
-    axes: frozenset[str]  # these, and those of the mesh over which rows are split
+    axes: frozenset[str]  # these, and those of the meshes of its arguments
     results: Any  # structure: leaves of what the step returns, and new arrays of its objects
     donated: tuple[int, ...]  # numbers of the arrays of the arguments
 
@@ -45,23 +45,31 @@ class ScheduledStep:
         )
         axis = selection.axes[0]
         what = f"These stay exact:{lines}" if lines else "It has no sum over a named axis."
-        remedy = (
-            "Take gradients inside of the step: those of a compressed function would not be "
-            "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
-            "'other', which compresses what no backward pass has made."
-        )
-        if axis not in self.manual and not (lines and axis in self.axes):
-            known = f"; the axes of the step are {tuple(sorted(self.axes))}" if self.axes else ""
-            what = f"No argument is split over {axis!r}, and no map has that axis{known}. {what}"
-            remedy = (
-                "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
-                f"PartitionSpec({axis!r}))). Where arguments have no shardings, as inside of "
-                "another jax.jit, give in_specs= of NamedShardings, or of PartitionSpecs under "
-                "jax.set_mesh."
+        remedies = []
+        if any(why in NO_GRADIENT.values() for _, why, _, _ in self.exact) or not lines:
+            remedies.append(
+                "Take gradients inside of the step: those of a compressed function would not be "
+                "compressed. If they are arguments of the step, give only=lambda s: s.origin == "
+                "'other', which compresses what no backward pass has made."
             )
+        if any(why == SMALL for _, why, _, _ in self.exact):
+            remedies.append(
+                f"Give a Compression with a smaller exact_below={selection.exact_below}."
+            )
+        if self.axes and axis not in self.axes:
+            remedies = [f"The axes of the step and its arguments are {tuple(sorted(self.axes))}."]
+        elif axis not in self.manual and not lines:
+            what = f"No argument is known to be split over {axis!r}, and no map has that axis."
+            remedies = [
+                "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
+                f"PartitionSpec({axis!r}))). Inside of another jax.jit, jax.eval_shape or "
+                "jax.make_jaxpr, arguments have no shardings: give in_specs= of NamedShardings, or "
+                "of PartitionSpecs under jax.set_mesh, or call eval_shape and trace of the step."
+            ]
+        remedies.append("Give missing_ok=True if this step may stay as it is.")
         raise ValueError(
             f"The step has no sum over axis_name={selection.axis_name!r} to compress. {what}\n"
-            f"{remedy} Give missing_ok=True if this step may stay as it is."
+            + " ".join(remedies)
         )
 
     def check_measurable(self) -> None:
@@ -99,6 +107,7 @@ def scheduled(
     selection: Selection,
     *,
     is_jitted: bool,
+    opens_all: bool,
 ) -> ScheduledStep:
     """Trace a step, mark the sums that the compiler places, find gradients, choose sums, and group
     them.
@@ -110,6 +119,7 @@ def scheduled(
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
       is_jitted: whether `fun` is the result of `jax.jit`.
+      opens_all: whether the caller takes over the settings of that jit.
     """
     program, results = _traced(fun, leaves, is_jitted=is_jitted)
     with collector_paused():
@@ -120,7 +130,9 @@ def scheduled(
         specs = _specs(leaves, known, in_specs)
         workers = workers_of(selection.axes[0], [*known, *jax.tree.leaves(in_specs)], program)
         manual = frozenset(equations.bound_axes(program).union(compat.axes_in_scope()))
-        axes = manual.union(workers.mesh.axis_names if workers else ())
+        meshes = [each.mesh for each in known if isinstance(each, NamedSharding)]
+        meshes += [workers.mesh] if workers else []
+        axes = manual.union(*(mesh.axis_names for mesh in meshes))
         selection.check_bound(axes)
         _check_in_specs(in_specs, axes)
         likely: dict[int, PartitionSpec] = {}
@@ -136,7 +148,7 @@ def scheduled(
             likely_specs=likely,
         )
         made, sums = schedule(
-            chosen(*origins_of(marked), selection), selection, opens_all=is_jitted
+            chosen(*origins_of(marked), selection), selection, opens_all=opens_all
         )
         return ScheduledStep(
             made,

@@ -32,21 +32,30 @@ _OF_ANYTHING = (None, SMALL, NOT_CHOSEN, NO_GRADIENT["other"])
 
 
 def chosen(
-    program: StepProgram, continued: frozenset[SumResult], selection: Selection
+    program: StepProgram,
+    continued: frozenset[SumResult],
+    selection: Selection,
+    why_inside: str | None = None,
 ) -> StepProgram:
     """Return a program with the sums of its equations, and why each one stays exact.
 
     A rule of a user is called once for each sum. A backward pass goes on with the sums that are
-    `continued`.
+    `continued`. Where `why_inside` is given, all of them stay.
     """
     nodes = []
     for node in program.nodes:
         if node.programs:
-            programs = tuple(chosen(each, continued, selection) for each in node.programs)
+            why = why_inside
+            if selection.only is None and not inner.is_known(node.equation):
+                why = f"inside of {node.equation.primitive.name!r}, which cannot be made anew"
+            programs = tuple(chosen(each, continued, selection, why) for each in node.programs)
             inside = itertools.chain.from_iterable(each.nodes for each in programs)
             holds = any(each.holds_target or each.is_target or each.is_zeros for each in inside)
             node = dataclasses.replace(node, programs=programs, holds_target=holds)
-        nodes.append(_chosen(node, continued, selection))
+        node = _chosen(node, continued, selection)
+        if why_inside and (node.is_target or node.is_zeros):
+            node = dataclasses.replace(node, why_exact=why_inside)
+        nodes.append(node)
     return dataclasses.replace(program, nodes=tuple(nodes))
 
 

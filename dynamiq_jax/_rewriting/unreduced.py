@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dynamiq_jax._inputs.shards import names_of
+from dynamiq_jax._inputs.shards import names_of, over
 from dynamiq_jax._rewriting.rows import Row, WorkerAxis
 from pallas_kernels._jax import compat, equations
 from pallas_kernels._jax.equations import Atom, Equation
@@ -201,7 +201,7 @@ def reduced(
     split = {name: part for name, part in parts.items() if part is not None}
 
     def of_worker(tree: Tree) -> tuple[Tree, Metrics]:
-        sent: Tree = jax.tree.map(lambda terms: terms[0], tree)
+        sent: Tree = jax.tree.map(lambda terms: lax.squeeze(terms, (0,)), tree)
         sent |= {name: jnp.moveaxis(sent[name], part, 0) for name, part in split.items()}
         totals, metrics = reduce(sent)
         parts = {name: jnp.moveaxis(totals[name], 0, part) for name, part in split.items()}
@@ -248,9 +248,9 @@ def _split(terms: Array, workers: WorkerAxis, others: Sequence[Any] | None = Non
 
 
 def _mesh(workers: WorkerAxis) -> Any:
-    """Return the mesh around, or else that of the workers."""
+    """Return the mesh around if it has the workers, or else theirs."""
     around = jax.sharding.get_abstract_mesh()
-    return around if around.axis_names else workers.mesh
+    return around if around.shape.get(workers.axis) == workers.count else workers.mesh
 
 
 def _on_automatic_axes(function: Any, workers: WorkerAxis, specs: Any) -> Any:
@@ -263,7 +263,9 @@ def _on_automatic_axes(function: Any, workers: WorkerAxis, specs: Any) -> Any:
         if not (explicit := mesh.explicit_axes):
             return function(*values)
         shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, P)
+            lambda spec: NamedSharding(mesh, over(spec, explicit)),
+            specs,
+            is_leaf=lambda s: isinstance(s, P),
         )
         return jax.sharding.auto_axes(function, axes=explicit, out_sharding=shardings)(*values)
 

@@ -96,6 +96,14 @@ def clipped_by_the_norms_of_units(p, s, x, y):
 
 
 @gradients()
+def clipped_by_bounds_of_the_data(p, s, x, y):
+    g = grad(p, x, y)
+    high, low = (each(lambda g, q=q: jnp.quantile(g, q), g) for q in (0.9, 0.1))
+    below = each(jnp.minimum, each(lambda g: jnp.clip(g, -3 * g.std(), 3 * g.std()), g), high)
+    return mean(each(lambda g, low: jnp.where(g < low, low, g), below, low))
+
+
+@gradients()
 def clipped_by_example(p, s, x, y):
     """As for differential privacy, with noise: weights of all examples times their gradients."""
     g = jax.vmap(lambda x, y: grad(p, x[None], y[None]))(x, y)
@@ -290,6 +298,19 @@ def changes_of_parameters_that_the_loss_takes_in_one_vector(p, s, x, y):
     flat, unravel = ravel_pytree(p)
     g = unravel(jax.grad(lambda flat: loss(unravel(flat), x, y))(flat))
     return mean(each(lambda p, g: p - 0.2 * g, p, g))
+
+
+@others(MIXED)
+def changes_of_parameters_behind_a_function(p, s, x, y):
+    g = grad(each(lambda p, s: jnp.where(s > 0, jnp.tanh(p), 0), p, s), x, y)
+    return mean(each(lambda p, g: p - 0.1 * g, p, g))
+
+
+@others(MIXED, exact=3)
+def products_of_gradients_in_any_form(p, s, x, y):
+    g = grad(p, x, y)["w"]
+    by_rows = lax.map(lambda row: row @ g, g)
+    return mean((by_rows, jnp.outer(g @ g[0], jnp.ones(SIZE)), jnp.maximum(g, -g)))
 
 
 @others(MIXED)

@@ -480,7 +480,7 @@ def test_rows_are_known_from_any_placement(known, data_mesh):
 @pytest.mark.parametrize("in_specs", [None, (P(), P("data"))])
 def test_rows_that_no_mesh_splits_are_an_error_with_all_ways(in_specs):
     step = dq.compress(jax.jit(jax.grad(squares)), "data", in_specs=in_specs)
-    says = r"(?s)No argument is split over 'data'.*NamedSharding\(mesh.*in_specs= of NamedShardings"
+    says = r"(?s)known to be split over 'data'.*NamedSharding\(mesh.*in_specs= of NamedShardings"
     with pytest.raises(ValueError, match=says):
         step(W, X)
 
@@ -779,6 +779,33 @@ def test_types_of_explicit_axes_have_rows_that_are_lost_otherwise():
                 atol=1e-7,
             )
             assert [e.sum.shape for e in compressed.report(*args).compressed] == [W.shape]
+
+
+@pytest.mark.parametrize("types", [(AxisType.Auto, AxisType.Explicit), (AxisType.Auto,) * 2])
+def test_the_mesh_that_is_set_has_the_workers(types, data_mesh):
+    """Also where the batch is split over another one with an axis of that name, and where a further
+    axis is explicit.
+    """
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types)
+    batch = mesh if AxisType.Explicit in types else data_mesh(WORKERS)
+    rows = jax.device_put((labels(16, below=8), normal(16, IN)), NamedSharding(batch, P("data")))
+
+    def step(table, places, x):
+        return jax.grad(lambda table: jnp.mean((x - jnp.tanh(table[places])) ** 2))(table)
+
+    with jax.set_mesh(mesh):
+        table = jax.device_put(normal(8, IN), P())
+        compressed = dq.compress(jax.jit(step), "data", dq.Compression("exact", exact_below=1))
+        found, expected = compressed(table, *rows), jax.jit(step)(table, *rows)
+        np.testing.assert_allclose(*map(jax.device_get, (found, expected)), rtol=1e-5, atol=1e-8)
+        assert [e.sum.shape for e in compressed.report(table, *rows).compressed] == [(8, IN)]
+
+
+def test_a_batch_without_rows_is_that_of_the_jitted_step(data_mesh):
+    x = jax.device_put(jnp.zeros((0, IN)), NamedSharding(data_mesh(WORKERS), P("data")))
+    step = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))))
+    compressed = dq.compress(step, "data", method="exact", missing_ok=True)
+    np.testing.assert_array_equal(compressed(W, x), 0)
 
 
 @pytest.mark.parametrize("name", ["mean", "changes"])

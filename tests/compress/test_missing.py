@@ -93,3 +93,23 @@ def test_other_errors_of_such_a_step_remain(data_mesh):
         step(PARAMS, X, Y)
     with pytest.raises(ValueError, match="all_reduce_gradients"):
         dq.compress(local, "data", method="ef+bf16", missing_ok=True)
+
+
+def test_sums_of_a_solver_stay_exact_unless_a_rule_asks_for_them(data_mesh):
+    """Such as products with a curvature, by conjugate gradients."""
+
+    def step(params, x, y):
+        g = lax.pmean(jax.grad(loss_fn)(params, x, y), "data")
+
+        def product(u):
+            return jax.tree.map(lambda u, g: u + 0.1 * lax.pmean(g * jnp.sum(x), "data"), u, g)
+
+        return jax.scipy.sparse.linalg.cg(product, g, maxiter=2)[0], g
+
+    whole = mapped(step, data_mesh(2), out=(P(), P()), check_vma=False)
+    compressed = dq.compress(whole, "data", method="exact")
+    for got, wanted in zip(compressed(PARAMS, X, Y), jax.jit(whole)(PARAMS, X, Y), strict=True):
+        jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-5), got, wanted)
+    assert len(compressed.report(PARAMS, X, Y).compressed) == 2
+    with pytest.raises(ValueError, match="inside of 'custom_linear_solve'"):
+        dq.compress(whole, "data", only=lambda each: True)(PARAMS, X, Y)

@@ -83,6 +83,32 @@ class Module:
     compressed = dq.compress(exact, "data", method="exact")
 
 
+def test_a_method_of_an_object_of_traced_arrays(mesh):
+    """The object is an argument of the map around: the step has left nothing in it."""
+
+    def of_worker(module, x, y):
+        return dq.compress(lambda *a: module_step(module, *a), "data", method="exact")(x, y)
+
+    def module_step(module, x, y):
+        return jax.lax.pmean(jax.grad(loss_fn)(module.params, x, y), "data")
+
+    class Holder:
+        def __init__(self, module):
+            self.module = module
+
+        def step(self, x, y):
+            return module_step(self.module, x, y)
+
+    def of_method(module, x, y):
+        return dq.compress(Holder(module).step, "data", method="exact")(x, y)
+
+    found, expected = (
+        jax.jit(mapped(each, mesh, check_vma=False))(Module(PARAMS), X, Y)
+        for each in (of_method, of_worker)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 class Static:
     """Object that is a static argument of its jitted step."""
 

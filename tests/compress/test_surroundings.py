@@ -232,6 +232,16 @@ def test_static_arguments_shardings_and_unused_ones_are_those_of_the_jitted_step
     assert len(jax.tree.leaves(text.input_shardings)) == len(jax.tree.leaves(args))
 
 
+def test_shardings_of_results_are_those_of_a_jitted_step_inside_of_another(mesh):
+    rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    jitted = jax.jit(lambda *args: jax.grad(loss_fn)(*args)["w"], out_shardings=rows)
+    compressed = dq.compress(jitted, "data", method=METHOD, in_specs=(whole, rows, rows))
+    args = jax.device_put(ARGS, (whole, rows, rows))
+    for step in (jitted, compressed):
+        got = jax.jit(lambda *args, step=step: step(*args))(*args)
+        assert got.sharding.is_equivalent_to(rows, 2)
+
+
 def test_layouts_of_results_are_those_of_the_jitted_step(mesh):
     columns = Format(Layout((1, 0)), jax.NamedSharding(mesh, P()))
     jitted = jax.jit(lambda *args: mapped(gradient, mesh)(*args)["w"], out_shardings=columns)
