@@ -195,6 +195,12 @@ def _specs(leaves: Leaves, shardings: Sequence[Any], in_specs: Any) -> list[Part
     given = leaf_specs(numbers, in_specs, "in_specs")
     keywords = [None] * (len(leaves.kinds) - len(given))
     of_arrays = leaves.of_arrays([*given, *keywords])
+    for spec, array in zip(of_arrays, leaves.arrays, strict=False):
+        if spec is not None and len(spec) > array.ndim:
+            raise ValueError(
+                f"in_specs={in_specs!r:.200} has {spec} for an array of shape {array.shape}. Give "
+                "a spec of at most as many dimensions."
+            )
     return [*of_arrays, *known[len(of_arrays) :]]
 
 
