@@ -214,13 +214,7 @@ class CompressedStep:
         """
         selection, before = self._selection, self._held_tracers()
         program = scheduled(
-            self._fun,
-            leaves,
-            shardings,
-            self._in_specs,
-            selection,
-            is_jitted=self._is_jitted,
-            opens_all=opens_all,
+            self._fun, leaves, shardings, self._in_specs, selection, opens_all=opens_all
         )
         self._check_unchanged(before)
         if not self._missing_ok:

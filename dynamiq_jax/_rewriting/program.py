@@ -106,7 +106,6 @@ def scheduled(
     in_specs: Any,
     selection: Selection,
     *,
-    is_jitted: bool,
     opens_all: bool,
 ) -> ScheduledStep:
     """Trace a step, mark the sums that the compiler places, find gradients, choose sums, and group
@@ -118,10 +117,9 @@ def scheduled(
       shardings: of the arrays of its arguments, or None.
       in_specs: how its arguments are split, if the user says so.
       selection: rule for the sums to compress.
-      is_jitted: whether `fun` is the result of `jax.jit`.
-      opens_all: whether the caller takes over the settings of that jit.
+      opens_all: whether the caller takes over the settings of a step that is jitted.
     """
-    program, results = _traced(fun, leaves, is_jitted=is_jitted)
+    program, results = _traced(fun, leaves)
     with collector_paused():
         known = [
             before if given is None else given
@@ -161,16 +159,14 @@ def scheduled(
         )
 
 
-def _traced(
-    fun: Callable[..., Any], leaves: Leaves, *, is_jitted: bool
-) -> tuple[Any, tuple[Leaves, Any]]:
+def _traced(fun: Callable[..., Any], leaves: Leaves) -> tuple[Any, tuple[Leaves, Any]]:
     """Return the program of a step, and its results by their types: leaves, and new arrays of
     objects.
     """
 
     def flat(*arrays: Any) -> Any:
         (args, kwargs), objects = leaves.with_arrays(arrays).joined()
-        results = Leaves.of(fun(*args, **kwargs), is_jitted=is_jitted)
+        results = Leaves.of(fun(*args, **kwargs), is_jitted=equations.is_jitted(fun))
         return results, leaves.check_graph(objects)
 
     try:
