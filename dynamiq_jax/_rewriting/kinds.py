@@ -40,9 +40,10 @@ class Origin(NamedTuple):
     kind: Kind
     number: float | None = None  # that all elements are, if it is known
     alike: frozenset[int] = frozenset()  # dimensions along which all elements are the same number
-    depends: frozenset[int] = frozenset()  # numbers of the arguments that no pass has read for it
-    # Arguments and sums of which it is another form, a multiple, or a sum.
-    arguments: frozenset[int] = frozenset()  # numbers
+    # Arguments, by number, on which it depends without a pass of a differentiation in between, and
+    # those of which it is another form, a multiple, or a sum. The same of sums.
+    depends: frozenset[int] = frozenset()
+    arguments: frozenset[int] = frozenset()
     sums: frozenset[SumResult] = frozenset()
 
 
@@ -128,7 +129,12 @@ def made(
         result = join(floating or inputs)  # without indices and masks
         number = _kept_number(equation, variable, result.number)
         if name in _BOUNDING and result.kind in (Kind.GRADIENT, Kind.MIXED):
-            arrays = [e for atom, e in pairs if is_inexact(atom) and not (e.alike or is_one(atom))]
+            arrays = [
+                each
+                for atom, each in pairs
+                if is_inexact(atom)
+                and (each.kind == Kind.GRADIENT or not (each.alike or is_one(atom)))
+            ]
             several = sum(each.kind == Kind.GRADIENT for each in arrays) > 1
             is_largest = several and name != "select_n"  # of two gradients, such as a magnitude
             result = nonlinear(arrays) if is_largest else join(arrays or floating)
