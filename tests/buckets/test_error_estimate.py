@@ -214,6 +214,19 @@ def test_metrics_have_the_bytes_of_the_report(axes):
     assert 0 < report.sample_bytes < 0.01 * report.bytes_per_worker
 
 
+def test_metrics_have_the_bytes_of_the_comparison_of_states():
+    method = "ef+blockint:4"
+    reduce = dq.all_reduce_gradients("data", method, with_metrics=True)
+    own = jax.tree.map(lambda leaf: leaf[0], TREE)
+
+    def step(tree):
+        return reduce.update(tree, reduce.init(tree))[1].metrics["bytes"]
+
+    over_workers = jax.vmap(step, in_axes=None, axis_name="data", axis_size=4)
+    report = dq.wire_report(own, 4, method, with_metrics=True)
+    assert report.check_bytes and np.all(jax.jit(over_workers)(own) == report.bytes_per_worker)
+
+
 def test_metrics_are_the_same_on_all_devices_of_a_manual_mesh():
     """Under check_vma=True, which a scan and out_specs=P() need, and beside another axis."""
     mesh = mesh_of(data=2, model=2)
