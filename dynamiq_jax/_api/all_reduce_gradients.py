@@ -19,7 +19,7 @@ from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.schedule import Schedule
 from dynamiq_jax._plan.of_arrays import plan_tree
 from dynamiq_jax._run.driver import run_plan
-from dynamiq_jax._states.states import all_names, check_state_names, first_states
+from dynamiq_jax._states.states import all_names, check_state_names, check_type, first_states
 
 
 class AllReduceState(NamedTuple):
@@ -119,11 +119,7 @@ def all_reduce_gradients(
         updates: Any, state: AllReduceState, params: Any = None
     ) -> tuple[Any, AllReduceState]:
         del params
-        if not isinstance(state, AllReduceState):
-            raise TypeError(
-                f"state is a {type(state).__name__}, not an AllReduceState. Give the result of "
-                "init or of the update before."
-            )
+        check_type(state, AllReduceState)
         planned = [plan_tree(_mean(axis_name), updates, each) for each in requests]
         own = [all_names(plan) for plan, _ in planned]
         check_state_names(state.method, itertools.chain(*own))

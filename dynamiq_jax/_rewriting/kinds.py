@@ -124,20 +124,11 @@ def made(
     if not (is_inexact(variable) or (name in _KEEPING and _is_of(variable, jnp.integer))):
         return Origin(Kind.CONSTANT)
     if name in _KEEPING:
-        pairs = list(zip(atoms, inputs, strict=True))
-        floating = [each for atom, each in pairs if is_inexact(atom)]
-        result = join(floating or inputs)  # without indices and masks
+        pairs = [pair for pair in zip(atoms, inputs, strict=True) if is_inexact(pair[0])]
+        result = join([each for _, each in pairs] or inputs)  # without indices and masks
         number = _kept_number(equation, variable, result.number)
         if name in _BOUNDING and result.kind in (Kind.GRADIENT, Kind.MIXED):
-            arrays = [
-                each
-                for atom, each in pairs
-                if is_inexact(atom)
-                and (each.kind == Kind.GRADIENT or not (each.alike or is_one(atom)))
-            ]
-            several = sum(each.kind == Kind.GRADIENT for each in arrays) > 1
-            is_largest = several and name != "select_n"  # of two gradients, such as a magnitude
-            result = nonlinear(arrays) if is_largest else join(arrays or floating)
+            result = _bounded(name, pairs) or result
     elif name in _PRODUCTS:
         result = _product(equation, inputs)
         number = result.number
@@ -147,6 +138,22 @@ def made(
     if (result.number, result.alike) == (number, alike):
         return result
     return result._replace(number=number, alike=alike)
+
+
+def _bounded(name: str, pairs: Sequence[tuple[Any, Origin]]) -> Origin | None:
+    """Return the origin of operands of `_BOUNDING` without numbers; None if they are numbers all.
+
+    The larger one of two gradients, such as a magnitude, is none.
+    """
+    arrays = [
+        each
+        for atom, each in pairs
+        if each.kind == Kind.GRADIENT or not (each.alike or is_one(atom))
+    ]
+    several = sum(each.kind == Kind.GRADIENT for each in arrays) > 1
+    if several and name != "select_n":
+        return nonlinear(arrays)
+    return join(arrays) if arrays else None
 
 
 def _alike(
@@ -226,8 +233,6 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
     """
     first, second = inputs
     is_number, is_quotient = _are_numbers(equation, inputs), equation.primitive.name == "div"
-    # Of two that are repeated along other dimensions, the product is an outer one.
-    is_factor = any(map(is_one, equation.invars)) or bool(first.alike & second.alike)
     if _is_zero(is_quotient, first.number, second.number):
         return Origin(Kind.CONSTANT, 0.0)
     sums, depends = first.sums | second.sums, first.depends | second.depends
@@ -243,7 +248,12 @@ def _product(equation: Equation, inputs: Sequence[Origin]) -> Origin:
         result = array._replace(kind=Kind.STATE) if is_decay else array
     elif low.kind == Kind.CONSTANT or (low.kind, high.kind) == (Kind.STATE, Kind.GRADIENT):
         result = high
-    elif all(is_number) and is_factor and Kind.GRADIENT in (low.kind, high.kind):
+    # Of two that are repeated along other dimensions, the product is an outer one.
+    elif (
+        all(is_number)
+        and Kind.GRADIENT in (low.kind, high.kind)
+        and (first.alike & second.alike or any(map(is_one, equation.invars)))
+    ):
         result = Origin(Kind.GRADIENT)
     else:
         result = nonlinear([first, second])

@@ -117,6 +117,16 @@ def check_states(plan: Plan, states: NamedStates) -> None:
             )
 
 
+def check_type(state: Any, kind: type) -> None:
+    """Raise TypeError for a state of another type, such as one of a checkpoint without types."""
+    if not isinstance(state, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(
+            f"state is a {type(state).__name__}, not {article} {kind.__name__}. Give the result of "
+            "init or of the update before."
+        )
+
+
 def check_state_names(states: Any, wanted: Iterable[str]) -> None:
     """Raise an error for states of methods that have other names than the wanted ones."""
     wanted = tuple(wanted)

@@ -24,7 +24,7 @@ from dynamiq_jax._inputs.shards import leaf_specs
 from dynamiq_jax._plan.of_arrays import plan_tree
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.driver import run
-from dynamiq_jax._states.states import all_names, first_states
+from dynamiq_jax._states.states import all_names, check_type, first_states
 from dynamiq_jax.methods import DynamiQ, State
 from dynamiq_jax.training._fragments import Fragments
 from dynamiq_jax.training._local_sgd_state import (
@@ -191,11 +191,7 @@ class LocalSGD:
           ValueError: a state of other parameters, fragments or delays, or of another outer
             optimizer or method.
         """
-        if not isinstance(state, LocalSGDState):
-            raise TypeError(
-                f"state is a {type(state).__name__}, not a LocalSGDState. Give the result of init "
-                "or of the update before."
-            )
+        check_type(state, LocalSGDState)
         if due is not None:
             self._check_due(due)
         fragments = self._fragments(params)

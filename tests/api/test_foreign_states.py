@@ -98,6 +98,13 @@ def test_a_checkpoint_of_one_worker_shows(data_mesh, spec, check_vma):
         np.testing.assert_array_equal(again, first)
 
 
+def test_a_state_of_another_type_is_an_error():
+    """As a checkpoint has it that is read without a target."""
+    for state in (None, {"step": 0}):
+        with pytest.raises(TypeError, match=r"not an AllReduceState\. Give the result of init"):
+            dq.all_reduce_gradients("data").update({"w": jnp.ones(3)}, state)
+
+
 def test_states_of_all_phases_begin_anew_together(data_mesh):
     """A record is about those of other phases, too, which one of them does not read."""
     rest = {".*": "uncompressed"}
