@@ -140,6 +140,15 @@ def unknown_specs(automatic: Mapping[str, int]) -> MistakeError:
     )
 
 
+def check_rank(argument: str, what: str, spec: PartitionSpec, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for a spec with more dimensions than the array that it is for."""
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{argument} gives {spec} for {what} of shape {shape}, which has {len(shape)} "
+            "dimensions. Give a spec of at most as many."
+        )
+
+
 def split_over(
     names: Sequence[str],
     shapes: Sequence[tuple[int, ...]],
@@ -156,11 +165,7 @@ def split_over(
                     f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its "
                     f"axes are {mesh.axis_names}."
                 )
-        if len(kept) > len(shape):
-            raise ValueError(
-                f"specs gives {kept} for tree{name} of shape {shape}, which has {len(shape)} "
-                "dimensions. Give a spec of at most as many."
-            )
+        check_rank("specs", f"tree{name}", kept, shape)
         for number, (size, dimension) in enumerate(zip(shape, kept, strict=False)):
             if size % (count := _count(dimension, managed)):
                 raise ValueError(

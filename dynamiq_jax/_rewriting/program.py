@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dynamiq_jax._inputs.shards import leaf_specs, names_of
+from dynamiq_jax._inputs.shards import check_rank, leaf_specs, names_of
 from dynamiq_jax._rewriting.arguments import Leaves, specs_alike
 from dynamiq_jax._rewriting.contractions import Marker, hint_of_spec, workers_of
 from dynamiq_jax._rewriting.inner import specs_of_shardings
@@ -192,11 +192,8 @@ def _specs(leaves: Leaves, shardings: Sequence[Any], in_specs: Any) -> list[Part
     keywords = [None] * (len(leaves.kinds) - len(given))
     of_arrays = leaves.of_arrays([*given, *keywords])
     for spec, array in zip(of_arrays, leaves.arrays, strict=False):
-        if spec is not None and len(spec) > array.ndim:
-            raise ValueError(
-                f"in_specs={in_specs!r:.200} has {spec} for an array of shape {array.shape}. Give "
-                "a spec of at most as many dimensions."
-            )
+        if spec is not None:
+            check_rank("in_specs", "an array", spec, array.shape)
     return [*of_arrays, *known[len(of_arrays) :]]
 
 
