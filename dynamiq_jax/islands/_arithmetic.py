@@ -74,15 +74,10 @@ def change_of(start: Any, params: Any, residual: Any, decay: float) -> Any:
     return jax.tree.map(change, wide(start), wide(params), residual)
 
 
+@jax.jit
 def went_on(params: Any, start: Any, reference: Any) -> Any:
     """Return a reference with the change of this island since a start."""
-    if start is reference:
-        return params
-    return _went_on(*on_devices((params, start, reference)))
 
-
-@jax.jit
-def _went_on(params: Any, start: Any, reference: Any) -> Any:
     def moved(now: Any, before: Any, reference: Any, like: Any) -> Any:
         return (reference + (now - before)).astype(like.dtype)
 

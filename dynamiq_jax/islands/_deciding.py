@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dynamiq_jax.islands._records import Decision, RoundNotes, Sent, sealed
-from dynamiq_jax.islands._rounds import RoundFiles, change_file, decision_file
+from dynamiq_jax.islands._records import Decision, RoundNotes, Sent
+from dynamiq_jax.islands._rounds import RoundFiles, file_of
 from dynamiq_jax.islands._shards import Shard, check_leaves
 from dynamiq_jax.islands._transports import logger
 from dynamiq_jax.islands.merging import Findings, Leaves, clipped, copies, examine, too_large
@@ -28,9 +28,9 @@ class Judge:
     def decide(self, number: int, reference: str, leaves: Leaves) -> None:
         """Wait until a round has a decision, or write it once all came or the deadline is over."""
         files = self.files
-        folder, file = change_file(number, reference), decision_file(number)
+        folder, file = file_of("change", number, reference), file_of("decision", number)
         try:
-            before = files.decision(decision_file(number - 1))
+            before = files.decision(file_of("decision", number - 1))
             stayed = {*before.members, *before.left_out}
         except ValueError:  # none before the first round
             stayed = set()
@@ -44,7 +44,7 @@ class Judge:
             ends = min(max(reached, files.deadline), reached + grace)
             if waited >= ends or (waited >= reached and not lacks):
                 decision = self._judged(number, reference, leaves, came, waited)
-                files.transport.put(file, sealed(file, decision.to_bytes(), files.secret))
+                files.put(file, decision.to_bytes())
                 continue
             if waited >= tell_at:
                 text = (
@@ -58,12 +58,12 @@ class Judge:
         self, number: int, reference: str, leaves: Leaves, came: Sequence[str], waited: float
     ) -> Decision:
         """Return the decision about the changes that came."""
-        files = self.files
+        files, folder = self.files, file_of("change", number, reference)
         found, digests, left_out = dict[str, Findings](), dict[str, str](), dict[str, str]()
         sizes = dict[str, int]()
         for name in came:
             try:
-                sent, digests[name] = files.sent(change_file(number, reference, name), name)
+                sent, digests[name] = files.sent(f"{folder}/{name}", name)
                 found[name], sizes[name] = self._examined(number, reference, leaves, sent)
             except ValueError as error:
                 left_out[name] = str(error)

@@ -22,13 +22,10 @@ from dynamiq_jax.methods import METHODS, ChunkedMethod
 def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any = None) -> Any:
     """Decode a message, or the sum of several.
 
-    The result has the bits of `islands.messages.decode`, which needs no JAX, on all hardware that
-    rounds float32 products by IEEE 754. Tests compare the bits on CPUs. Only rows of 256 whose
-    largest magnitude is below 2^-118 may differ, on hardware that keeps subnormal numbers.
-
-    Floating leaves are added in float32 (float64 in its own), in the order of the messages, and
-    cast to their dtypes once. Other numbers are added in their dtypes. A boolean is True where
-    any message has True.
+    The result has the bits of `islands.messages.decode`, which needs no JAX and specifies the sum,
+    on all hardware that rounds float32 products by IEEE 754. Tests compare the bits on CPUs. Only
+    rows of 256 whose largest magnitude is below 2^-118 may differ, on hardware that keeps subnormal
+    numbers.
 
     Args:
       messages: messages of the same leaves, perhaps of different methods.
@@ -61,7 +58,14 @@ def decode(*messages: Message, weights: Sequence[float] | None = None, like: Any
 
 
 def _leaves_of(message: Message) -> list[Array]:
-    _check_dtypes(message.leaves)
+    """Decode all leaves; ValueError for those of 64 bits where JAX has none."""
+    for leaf in message.leaves:
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != np.dtype(leaf.dtype):
+            raise ValueError(
+                f"the leaf {leaf.name!r} of a message has dtype {leaf.dtype}. Set "
+                "jax.config.update('jax_enable_x64', True), or decode it with "
+                "dynamiq_jax.islands.messages.decode."
+            )
     return [jnp.asarray(leaf) for leaf in leaves_of(message, _decoded)]
 
 
@@ -73,17 +77,6 @@ def _decoded(arrays: Sequence[Array], form: Format, size: int) -> Array:
     method = (Sparse if name == "sparse" else METHODS[name])(**fields)
     assert isinstance(method, ChunkedMethod)
     return _gathered.received(method, -(-size // method.granule) * method.granule, arrays)
-
-
-def _check_dtypes(leaves: Sequence[Leaf]) -> None:
-    """Raise ValueError for leaves of 64 bits where JAX has none."""
-    for leaf in leaves:
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != np.dtype(leaf.dtype):
-            raise ValueError(
-                f"the leaf {leaf.name!r} of a message has dtype {leaf.dtype}. Set "
-                "jax.config.update('jax_enable_x64', True), or decode it with "
-                "dynamiq_jax.islands.messages.decode."
-            )
 
 
 def _check_like(leaves: Sequence[Leaf], like: Any) -> None:

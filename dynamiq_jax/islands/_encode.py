@@ -88,7 +88,9 @@ def encode(tree: Any, method: Choice = Compression(), *, key: Array | None = Non
     names = paths_of(tree)
     checks.named_leaves(tree)  # raises for what is no array
     leaves = [_as_array(*leaf) for leaf in zip(names, jax.tree.leaves(tree), strict=True)]
-    _check_leaves(names, leaves)
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(f"tree has {count} leaves of the path {name!r}. Rename all but one.")
     plan = make_plan(
         _COLLECTIVE,
         tree,
@@ -177,33 +179,23 @@ def _check_compression(compression: Compression) -> None:
 
 
 def _as_array(name: str, leaf: Any) -> Array:
-    """Return a leaf as an array of JAX, of the same values."""
+    """Return a leaf as an array of JAX, of the same values; raise for what no message can hold."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise TypeError(f"tree[{name!r}] is a shape without values. Give an array.")
-    if not isinstance(leaf, np.ndarray | np.generic):
-        return jnp.asarray(leaf)
-    array = jnp.asarray(np.asarray(leaf, leaf.dtype.newbyteorder("=")))
-    if leaf.dtype.kind in "iu" and not np.array_equal(array, leaf):
+    is_numpy = isinstance(leaf, np.ndarray | np.generic)
+    array = jnp.asarray(np.asarray(leaf, leaf.dtype.newbyteorder("=")) if is_numpy else leaf)
+    if is_numpy and leaf.dtype.kind in "iu" and not np.array_equal(array, leaf):
         raise ValueError(
             f"tree[{name!r}] has dtype {leaf.dtype} and numbers that {array.dtype} does not hold. "
             "Call jax.config.update('jax_enable_x64', True), or give smaller ones."
         )
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"tree[{name!r}] is traced, and has no bytes. Call islands.encode outside of jax.jit."
+        )
+    if str(array.dtype) not in DTYPES:
+        raise TypeError(
+            f"tree[{name!r}] has dtype {array.dtype}, which no message can hold. Give one of "
+            f"{DTYPES}."
+        )
     return array
-
-
-def _check_leaves(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raise an error for leaves that no message can hold."""
-    for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(
-                f"tree[{name!r}] is traced, and has no bytes. Call islands.encode outside of "
-                "jax.jit."
-            )
-        if str(leaf.dtype) not in DTYPES:
-            raise TypeError(
-                f"tree[{name!r}] has dtype {leaf.dtype}, which no message can hold. Give one of "
-                f"{DTYPES}."
-            )
-    for name, count in collections.Counter(names).items():
-        if count > 1:
-            raise ValueError(f"tree has {count} leaves of the path {name!r}. Rename all but one.")

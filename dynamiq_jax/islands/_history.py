@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from dynamiq_jax._core import check_integer
 from dynamiq_jax.islands._records import Decision, RoundNotes, opened
-from dynamiq_jax.islands._rounds import decision_file, numbers_of
+from dynamiq_jax.islands._rounds import file_of, numbers_of
 from dynamiq_jax.islands._transports import Transport
 
 
@@ -38,7 +38,7 @@ def history(
         raise ValueError("there is no run of islands. Give the place that they share.")
     found = []
     for number in sorted(numbers)[-(last or len(numbers)) :]:
-        here, file = tuple(transport.names(f"here/{number:08}")), decision_file(number)
+        here, file = transport.names(file_of("here", number)), file_of("decision", number)
         decision, problem = None, ""
         if (data := transport.get(file)) is not None:
             try:
@@ -46,5 +46,5 @@ def history(
             except ValueError as error:
                 problem = str(error)
         notes = RoundNotes.of({} if decision is None else decision.notes)
-        found.append(RoundRecord(number, here, decision, notes, problem))
+        found.append(RoundRecord(number, tuple(here), decision, notes, problem))
     return found

@@ -1,5 +1,6 @@
 """Local SGD between jobs that come and go."""
 
+import contextlib
 import dataclasses
 import time
 import zlib
@@ -29,7 +30,7 @@ from dynamiq_jax.islands._encode import encode
 from dynamiq_jax.islands._packing import method_of_parts, pack
 from dynamiq_jax.islands._pending import PendingExchange
 from dynamiq_jax.islands._records import LONGEST_NAME, Decision, digest_of, is_file_name, sealed
-from dynamiq_jax.islands._rounds import RoundFiles, change_file, loss_file, numbers_of, state_file
+from dynamiq_jax.islands._rounds import RoundFiles, file_of, numbers_of
 from dynamiq_jax.islands._shards import Values, as_arrays, assembled, needed, take_in
 from dynamiq_jax.islands._sparse import Sparse
 from dynamiq_jax.islands._state import IslandState, Outgoing, Transferred, hash_of_state
@@ -188,7 +189,7 @@ class Islands:
         state = self._caught_up(state._replace(residual=zeros_like(wide(params))))
         state = self._at_rest(state)
         if _processes.leads():
-            self.transport.put(f"here/{state.round:08}/{self.name}", b"")
+            self.transport.put(file_of("here", state.round, self.name), b"")
         ends = time.monotonic() + self.deadline
         while state.round == 0 and len(self._rounds.announced(0)) < self.count:
             if time.monotonic() >= ends:
@@ -242,7 +243,9 @@ class Islands:
           The exchange. The next one begins after its `result`.
         """
         outgoing = self._outgoing(params, state, weight, loss)
-        going_on = went_on(params, outgoing.start, outgoing.state.reference)
+        going_on, reference = params, outgoing.state.reference
+        if outgoing.start is not reference:
+            going_on = went_on(*on_devices((params, outgoing.start, reference)))
         start = self._at_rest(going_on)
 
         def finish(transferred: Transferred) -> IslandState:
@@ -288,13 +291,12 @@ class Islands:
         Nothing here runs on several devices: it may run beside the train step.
         """
         number, reference = outgoing.state.round, outgoing.reference
-        file = change_file(number, reference, self.name)
+        file = file_of("change", number, reference, self.name)
         data = sealed(file, outgoing.packed.sent.to_bytes(), self.secret)
         if not self._rounds.is_decided(number):
             if outgoing.loss is not None and _processes.leads():
-                told = loss_file(number, self.name)
-                loss = repr(float(outgoing.loss)).encode()
-                self.transport.put(told, sealed(told, loss, self.secret))
+                told = repr(float(outgoing.loss)).encode()
+                self._rounds.put(file_of("loss", number, self.name), told)
             self._rounds.send(number, reference, file, outgoing.packed)
             if _processes.leads():
                 rules = self.at_least, self.grace, self.clip, self.overlap, self.norm_limit
@@ -315,16 +317,10 @@ class Islands:
                     take_in(applied, piece.decoded(), wanted)
         # A change that others could read is left out for its values; any other one is kept.
         elif self.name in decision.left_out and self.transport.get(file) == data:
-            fate = "left out" if self._arrived(outgoing) else "late"
+            with contextlib.suppress(ValueError):  # of a part that is not there as it was sent
+                if all(self._rounds.pieces(number, reference, outgoing.packed.sent)):
+                    fate = "left out"
         return Transferred(decision, mean, fate, applied)
-
-    def _arrived(self, outgoing: Outgoing) -> bool:
-        """Return whether all parts of a change of this island are in the store as it sent them."""
-        number, reference = outgoing.state.round, outgoing.reference
-        try:
-            return all(self._rounds.pieces(number, reference, outgoing.packed.sent))
-        except ValueError:
-            return False
 
     def _finished(self, outgoing: Outgoing, transferred: Transferred) -> IslandState:
         """Take the outer steps of a round whose transfers are done, and of those since."""
@@ -347,7 +343,7 @@ class Islands:
         wanted = needed(state.reference)
         decision, changes = self._rounds.followed(state.round, reference, wanted)
         for name, reason in decision.left_out.items():
-            file = change_file(state.round, reference, name)
+            file = file_of("change", state.round, reference, name)
             text = "round %d: the change of %r is left out. %s: %s"
             logger.warning(text, state.round, name, file, reason)
         mean = Values()
@@ -371,8 +367,7 @@ class Islands:
             if self.keep_rounds is not None and _processes.leads():
                 self._rounds.forget(state.round - self.keep_rounds)
         if _processes.leads():
-            file = f"here/{state.round:08}/{self.name}"
-            self.transport.put(file, sealed(file, decision.to_bytes(), self.secret))
+            self._rounds.put(file_of("here", state.round, self.name), decision.to_bytes())
         return state
 
     def _caught_up(self, state: IslandState) -> IslandState:
@@ -388,7 +383,7 @@ class Islands:
             return encode(tree, key=jax.random.key(0), method="exact")
 
         packed = pack(self.name, 1.0, (state.reference, state.outer), encoded)
-        self._rounds.send(state.round, "state", state_file(state.round), packed)
+        self._rounds.send(state.round, "state", file_of("state", state.round), packed)
 
     def _latest(self, first: IslandState) -> IslandState:
         """Return the last stored state that can be read, of the structure of a first one."""
@@ -400,7 +395,7 @@ class Islands:
             try:
                 values = self._rounds.state(number, like)
             except ValueError as error:
-                problems.append(f"{state_file(number)}: {error}")
+                problems.append(f"{file_of('state', number)}: {error}")
                 logger.warning("a state is left out. %s", problems[-1])
             if _processes.all_agree(bool(values)):
                 reference, outer = assembled(like, values)

@@ -79,6 +79,11 @@ class SentPart(NamedTuple):
     digest: str  # of the bytes of the file
     shards: tuple[Shard, ...]
 
+    @property
+    def name(self) -> str:
+        """Name of the file, with the digest: an island that starts again finds none of its name."""
+        return f"{self.number}-{self.digest[:16]}"
+
 
 class Sent(NamedTuple):
     """A tree that an island has sent: its change in a round, or a state."""

@@ -50,11 +50,15 @@ class RoundFiles:
 
     def announced(self, number: int) -> list[str]:
         """Return the islands that have announced themselves for a round."""
-        return self.transport.names(f"here/{number:08}")
+        return self.transport.names(file_of("here", number))
 
     def is_decided(self, number: int) -> bool:
         """Return whether a round has a decision."""
-        return self.transport.get(decision_file(number)) is not None
+        return self.transport.get(file_of("decision", number)) is not None
+
+    def put(self, file: str, content: bytes) -> None:
+        """Store the content of a file under its checksum, unless there is one."""
+        self.transport.put(file, sealed(file, content, self.secret))
 
     def followed(
         self, number: int, reference: str, wanted: Sequence[Shard]
@@ -69,7 +73,7 @@ class RoundFiles:
           RuntimeError: the decision is about another reference, or others have followed what this
             island cannot read, or a process of several cannot read it.
         """
-        start, file = time.monotonic(), decision_file(number)
+        start, file = time.monotonic(), file_of("decision", number)
         for look in itertools.count():
             copies, changes = self._copies(number) if look else [], list[Change]()
             try:
@@ -106,7 +110,7 @@ class RoundFiles:
 
     def decision(self, file: str) -> Decision:
         """Read a decision; ValueError if it is damaged."""
-        return Decision.from_bytes(opened(file, self.transport.get(file), self.secret))
+        return Decision.from_bytes(self._content(file))
 
     def sent(self, file: str, island: str) -> tuple[Sent, str]:
         """Read what an island has sent, and the digest of its file; ValueError if it is damaged."""
@@ -129,12 +133,11 @@ class RoundFiles:
             check_cover([shard for part in sent.parts for shard in part.shards], wanted)
         for part in sent.parts:
             if wanted is None or meet(part.shards, wanted):
-                yield self._piece(part_file(number, of, sent.island, part), part)
+                yield self._piece(file_of("parts", number, of, sent.island, part.name), part)
 
     def _piece(self, file: str, part: SentPart) -> Piece:
-        data = self.transport.get(file)
         try:
-            content = opened(file, data, self.secret)
+            content = self._content(file)
             if digest_of(content) != part.digest:
                 raise ValueError("it is another one than when it was sent.")
             message = Message.from_bytes(content)
@@ -150,17 +153,14 @@ class RoundFiles:
 
     def send(self, number: int, of: str, file: str, packed: Packed) -> None:
         """Store what this process sends; the leading one lists it in a file, after all parts."""
-        sent = packed.sent
+        sent, folder = packed.sent, file_of("parts", number, of, self.name)
         for part in sent.parts:
             if part.number in packed.contents:
-                name = part_file(number, of, self.name, part)
-                content = packed.contents[part.number]
-                self.transport.put(name, sealed(name, content, self.secret))
+                self.put(f"{folder}/{part.name}", packed.contents[part.number])
         if not _processes.leads():
             return
-        files = {part_file(number, of, self.name, part) for part in sent.parts}
-        folder, start = part_file(number, of, self.name), time.monotonic()
-        while files and files - {f"{folder}/{name}" for name in self.transport.names(folder)}:
+        names, start = {part.name for part in sent.parts}, time.monotonic()
+        while names and names - {*self.transport.names(folder)}:
             if time.monotonic() - start >= self.deadline:
                 logger.warning("round %d: parts of %r are not there in time", number, self.name)
                 return
@@ -180,7 +180,7 @@ class RoundFiles:
         Raises:
           ValueError: a state that is damaged, or of other leaves.
         """
-        sent, _ = self.sent(state_file(number), self.name)
+        sent, _ = self.sent(file_of("state", number), self.name)
         wanted, values, dtypes = needed(like), Values(), dict[Shard, str]()
         leaves = leaves_of(like)
         for part in sent.parts:  # also those that this process does not read
@@ -195,9 +195,8 @@ class RoundFiles:
         """Return the losses that islands have told in a round."""
         found = {}
         for name in names:
-            file = loss_file(number, name)
             with contextlib.suppress(ValueError):  # told by none, or damaged
-                found[name] = float(opened(file, self.transport.get(file), self.secret))
+                found[name] = float(self._content(file_of("loss", number, name)))
         return found
 
     def forget(self, before: int) -> None:
@@ -205,7 +204,7 @@ class RoundFiles:
         for kind, depth in (("state", 0), ("change", 2), ("parts", 3)):
             for number in numbers_of(self.transport.names(kind)):
                 if number < before:
-                    self._delete(f"{kind}/{number:08}", depth)
+                    self._delete(file_of(kind, number), depth)
 
     def _delete(self, name: str, depth: int) -> None:
         """Delete a file, or those in folders of folders."""
@@ -215,12 +214,15 @@ class RoundFiles:
         for inside in self.transport.names(name):
             self._delete(f"{name}/{inside}", depth - 1)
 
+    def _content(self, file: str) -> bytes:
+        return opened(file, self.transport.get(file), self.secret)
+
     def _copies(self, number: int) -> list[Decision]:
         """Return the decision of a round as islands that have gone on repeat it."""
         found = []
         for name in self.announced(number + 1):
             with contextlib.suppress(ValueError):  # one that has just joined repeats none
-                found.append(self.decision(f"here/{number + 1:08}/{name}"))
+                found.append(self.decision(file_of("here", number + 1, name)))
         return found
 
     def _changes(
@@ -230,7 +232,8 @@ class RoundFiles:
         changes, damaged = list[Change](), dict[str, str]()
         for name, decided in decision.members.items():
             try:
-                sent, digest = self.sent(change_file(number, decision.reference, name), name)
+                file = file_of("change", number, decision.reference, name)
+                sent, digest = self.sent(file, name)
                 if decided not in (None, digest):
                     raise ValueError("the file is another one than when it was decided.")
                 pieces = self.pieces(number, decision.reference, sent, wanted)
@@ -245,31 +248,6 @@ def numbers_of(names: Iterable[str]) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
-def decision_file(number: int) -> str:
-    """Return the file of the decision about a round."""
-    return f"decision/{number:08}"
-
-
-def state_file(number: int) -> str:
-    """Return the file of a stored state."""
-    return f"state/{number:08}"
-
-
-def loss_file(number: int, name: str) -> str:
-    """Return the file of the loss of an island in a round."""
-    return f"loss/{number:08}/{name}"
-
-
-def change_file(number: int, reference: str, name: str = "") -> str:
-    """Return the file of the change of an island, or the folder of all of a reference."""
-    return f"change/{number:08}/{reference}/{name}".rstrip("/")
-
-
-def part_file(number: int, of: str, island: str, part: SentPart | None = None) -> str:
-    """Return the file of a part, or the folder of all parts of an island; see `RoundFiles`.
-
-    The digest of the part is in the name, so that an island that starts again in the same round
-    does not find a file of its name.
-    """
-    folder = f"parts/{number:08}/{of}/{island}"
-    return folder if part is None else f"{folder}/{part.number}-{part.digest[:16]}"
+def file_of(kind: str, number: int, *names: str) -> str:
+    """Return the file of a round, or a folder of some, such as "here/00000007" of that kind."""
+    return "/".join((kind, f"{number:08}", *names))

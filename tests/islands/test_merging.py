@@ -10,7 +10,7 @@ import pytest
 
 from dynamiq_jax.islands import Islands, Sparse, encode
 from dynamiq_jax.islands._records import Sent, opened, sealed
-from dynamiq_jax.islands._rounds import change_file
+from dynamiq_jax.islands._rounds import file_of
 from dynamiq_jax.islands._state import hash_of_state
 from dynamiq_jax.islands.merging import clipped
 from tests.support.gradients import heavy_tailed
@@ -130,7 +130,7 @@ def test_a_sparse_copy_with_other_values_is_left_out(overlap, counts, caplog):
 
 def forged(number: int, reference: str, secret: bytes | None) -> tuple[str, bytes]:
     """The file of a change of `c` by somebody who has another secret, or none."""
-    file = change_file(number, reference, "c")
+    file = file_of("change", number, reference, "c")
     message = encode(moved(PARAMS, 9), method="exact", key=jax.random.key(0))
     return file, sealed(file, Sent(1.0, "c", message).to_bytes(), secret)
 
