@@ -49,7 +49,8 @@ class DynamiQChunks(ChunkCodec):
     @override
     def accumulate(self, payloads: Array, chunk: Array) -> Array:
         order = self.local.places.order[chunk] - chunk * self.layout.rows_per_chunk
-        return restore_rows(self.sums(payloads, chunk), order).reshape(-1)
+        sums = operations.decompress_accumulate(payloads, self.local, chunk, **self._arguments)
+        return restore_rows(sums, order).reshape(-1)
 
     @override
     def decompress(self, payloads: Array) -> Array:
@@ -65,13 +66,6 @@ class DynamiQChunks(ChunkCodec):
     @override
     def of_sums(self, num_workers: int) -> SumCodec:
         return ReorderedSums(self) if reorders_sums(num_workers) else self
-
-    def sums(self, payloads: Array, chunk: Array) -> Array:
-        """Sum received and local rows of a chunk: float32 [rows_per_chunk, 256].
-
-        Rows are in the order of the table.
-        """
-        return operations.decompress_accumulate(payloads, self.local, chunk, **self._arguments)
 
     def _decoded(self, payloads: Array) -> Array:
         return operations.decompress(payloads, self.local.places, **self._arguments)

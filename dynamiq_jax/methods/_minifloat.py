@@ -33,6 +33,7 @@ class Element:
     mantissa_bits: int  # without the hidden bit
     bias: int  # of the exponent
     max_code: int  # of the largest finite magnitude; those above, if any, are Inf and NaN
+    infinity: int | None = None  # magnitude code of Inf, if there is one
     twos_complement: bool = False  # form of negative codes; otherwise a sign bit on top
 
     @property
@@ -50,24 +51,13 @@ class Element:
         """Exponent of the smallest normal magnitude."""
         return 1 - self.bias
 
-    @property
-    def infinity(self) -> int | None:
-        """Magnitude code of Inf, if there is one."""
-        above = self.max_code + 1
-        is_power = above % (1 << self.mantissa_bits) == 0  # an exponent of its own, mantissa zero
-        return above if is_power and self._has_special else None
-
-    @property
-    def _has_special(self) -> bool:
-        return self.max_code < 2 ** (self.bits - 1) - 1
-
 
 # INT8 has up to 127 steps of 2^-6. As magnitudes these are one binade of normal numbers with six
 # bits of mantissa, and its subnormals. The standard leaves -128 to the implementation: it is never
 # written here, so that both signs round alike, and read as -2.
 ELEMENTS = {
     "e4m3": Element(exponent_bits=4, mantissa_bits=3, bias=7, max_code=0x7E),
-    "e5m2": Element(exponent_bits=5, mantissa_bits=2, bias=15, max_code=0x7B),
+    "e5m2": Element(exponent_bits=5, mantissa_bits=2, bias=15, max_code=0x7B, infinity=0x7C),
     "e3m2": Element(exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F),
     "e2m3": Element(exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F),
     "e2m1": Element(exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x7),
@@ -144,7 +134,7 @@ def _magnitude_bits(magnitudes: Array, scales: Array, element: Element) -> Array
     wholes = jnp.where(fields > 0, normal, fractions)
     powers = jnp.maximum(fields, 1) - element.bias - element.mantissa_bits + scales - ONE
     bits = _scale_by_power(wholes, powers)
-    if element._has_special:
+    if element.max_code < 2 ** (element.bits - 1) - 1:
         bits = jnp.where(magnitudes > element.max_code, _NAN_BITS, bits)
     if element.infinity is not None:
         bits = jnp.where(magnitudes == element.infinity, _INF_BITS, bits)

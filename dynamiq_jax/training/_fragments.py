@@ -62,13 +62,14 @@ class Fragments:
           ValueError: fewer pieces than fragments.
         """
         leaves = jax.tree.leaves(tree)
-        share = sum(map(_bytes, leaves)) / count
+        sizes = [math.prod(np.shape(leaf)) * np.dtype(leaf.dtype).itemsize for leaf in leaves]
+        share = sum(sizes) / count
         pieces: list[tuple[float, int, Slice | None]] = []  # bytes, leaf, slice
-        for index, (leaf, spec) in enumerate(zip(leaves, specs, strict=True)):
-            wanted = math.ceil(_bytes(leaf) / share) if share else 1
+        for index, (leaf, size, spec) in enumerate(zip(leaves, sizes, specs, strict=True)):
+            wanted = math.ceil(size / share) if share else 1
             for piece in _cut(leaf.shape, spec, min(wanted, count)):
                 extent = piece.size / leaf.shape[piece.dimension] if piece else 1
-                pieces.append((_bytes(leaf) * extent, index, piece))
+                pieces.append((size * extent, index, piece))
         if not leaves:
             raise ValueError("params has no leaves. Give those that are trained.")
         if len(pieces) < count:
@@ -78,10 +79,10 @@ class Fragments:
             )
         filled = [0.0] * count
         members: list[dict[int, Slice | None]] = [{} for _ in range(count)]
-        for size, index, piece in sorted(pieces, key=lambda piece: -piece[0]):
+        for length, index, piece in sorted(pieces, key=lambda piece: -piece[0]):
             free = (number for number in range(count) if index not in members[number])
             least = min(free, key=lambda number: filled[number])
-            filled[least] += max(size, 1)  # a leaf without elements counts too
+            filled[least] += max(length, 1)  # a leaf without elements counts too
             members[least][index] = piece
         names = (_name(number, each, tree) for number, each in enumerate(members))
         return Fragments(tuple(members), tuple(names))
@@ -131,7 +132,3 @@ def _name(number: int, members: dict[int, Slice | None], tree: Any) -> str:
         place = dataclasses.astuple(piece) if piece else None
         pieces.append([jax.tree_util.keystr(path), np.shape(leaf), place])
     return state_name(f"fragment {number}", [path for path, *_ in pieces], pieces)
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(np.shape(leaf)) * np.dtype(leaf.dtype).itemsize

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._api.wire_report import WireReport, report_of
-from dynamiq_jax._buckets.axes import Axes, AxisName, axis_names, find_axes
+from dynamiq_jax._buckets.axes import AxisName, axis_names, find_axes
 from dynamiq_jax._check import agreement
 from dynamiq_jax._check.check import check_plan
 from dynamiq_jax._collectives.all_reduce import AllReduce
@@ -27,21 +27,11 @@ from dynamiq_jax._run.driver import run
 from dynamiq_jax._states.states import all_names, check_type, first_states
 from dynamiq_jax.methods import DynamiQ, State
 from dynamiq_jax.training._fragments import Fragments
-from dynamiq_jax.training._local_sgd_state import (
-    LocalSGDState,
-    check_fragments,
-    check_method,
-    check_outer,
-    check_timing,
-)
+from dynamiq_jax.training._local_sgd_state import LocalSGDState, check_fragment, check_settings
 from dynamiq_jax.training._params import check_like, check_shared_params
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
-
-
-# Fields that decide which step sends what, and its noise: the same in all processes.
-_SHARED = ("every", "fragments", "delay", "mixing", "seed")
 
 
 class Due(NamedTuple):
@@ -197,7 +187,9 @@ class LocalSGD:
         fragments = self._fragments(params)
         self._check_state(state, fragments, params)
         axes = find_axes(self.axis_name)
-        self._check_agreement(axes, params)
+        # All processes have the same settings, also in a step that sends nothing.
+        plan, _ = plan_tree(AllReduce(axes, mean=True), params, self._request)
+        agreement.check(plan, jax.random.key(self.seed))
         params = compat.match_varying(params, lax.axis_index(axes.names))
         carry = params, state
         send, apply = (functools.partial(act, fragments) for act in (self._send, self._apply))
@@ -213,11 +205,6 @@ class LocalSGD:
             carry = self._choose(send, taken, carry)
         params, state = carry
         return params, state._replace(step=state.step + 1)
-
-    def _check_agreement(self, axes: Axes, params: Any) -> None:
-        """Check that all processes have the same settings, also in a step that sends nothing."""
-        plan, _ = plan_tree(AllReduce(axes, mean=True), params, self._request)
-        agreement.check(plan, jax.random.key(self.seed))
 
     def _check_due(self, due: Any) -> None:
         known = (None, *range(self.fragments))
@@ -235,8 +222,7 @@ class LocalSGD:
     def _check_state(self, state: LocalSGDState, fragments: Fragments, params: Any) -> None:
         """Raise ValueError for a state of another configuration, or of other parameters."""
         is_stateful = self._request.is_stateful(params)
-        check_fragments(state, fragments.names)
-        check_timing(state, self._timing)
+        check_settings(state, fragments.names, self._timing)
         check_like(
             params,
             state.reference,
@@ -245,8 +231,9 @@ class LocalSGD:
             "promotes them, as with a float32 rate, has to cast its result.",
         )
         for name, part in fragments.split(params).items():
-            check_outer(state, name, jax.eval_shape(self.outer.init, part))
-            check_method(state, name, all_names(self._plan(part)) if is_stateful else ())
+            first = jax.eval_shape(self.outer.init, part)
+            states = all_names(self._plan(part)) if is_stateful else ()
+            check_fragment(state, name, first, states)
 
     def _plan(self, part: Any) -> Plan:
         """Plan the mean of a fragment."""
@@ -257,8 +244,9 @@ class LocalSGD:
 
     @property
     def _request(self) -> Request:
-        settings = {name: getattr(self, name) for name in _SHARED}
-        return resolve(self.method, settings=settings)
+        # Which step sends what, and its noise: the same in all processes.
+        shared = ("every", "fragments", "delay", "mixing", "seed")
+        return resolve(self.method, settings={name: getattr(self, name) for name in shared})
 
     @property
     def _of_fragments(self) -> Request:

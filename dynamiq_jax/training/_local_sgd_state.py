@@ -36,8 +36,8 @@ class LocalSGDState(NamedTuple):
     method: Mapping[str, Mapping[str, State]]
 
 
-def check_fragments(state: LocalSGDState, names: Iterable[str]) -> None:
-    """Raise ValueError for a state whose fragments have other names."""
+def check_settings(state: LocalSGDState, names: Iterable[str], timing: Iterable[str]) -> None:
+    """Raise ValueError for a state of other fragments, or with pending changes of other steps."""
     check_names(
         "state.outer",
         state.outer,
@@ -45,10 +45,6 @@ def check_fragments(state: LocalSGDState, names: Iterable[str]) -> None:
         user="these parameters and fragments",
         remedy=f"Give the parameters, fragments and specs of init, {_ANEW}.",
     )
-
-
-def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
-    """Raise ValueError for a state whose pending changes are of another period or delay."""
     given, wanted = (" and ".join(names) or "no delay" for names in (state.pending, timing))
     if given != wanted:
         raise ValueError(
@@ -58,8 +54,10 @@ def check_timing(state: LocalSGDState, timing: Iterable[str]) -> None:
         )
 
 
-def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
-    """Raise ValueError for a state whose outer optimizer differs from a first state."""
+def check_fragment(
+    state: LocalSGDState, name: str, first: optax.OptState, states: tuple[str, ...]
+) -> None:
+    """Raise ValueError unless a fragment has the named states, and outer ones like `first`."""
     leaves = map(jax.tree.leaves_with_path, (state.outer[name], first))
     given, wanted = ({keystr(path): np.shape(leaf) for path, leaf in each} for each in leaves)
     if given != wanted:
@@ -67,20 +65,16 @@ def check_outer(state: LocalSGDState, name: str, first: optax.OptState) -> None:
             f"state.outer[{name!r}] has {given!r:.200}, but outer needs {wanted!r:.200}. Give the "
             f"outer optimizer of init, whose rates may change, {_ANEW}."
         )
-
-
-def check_method(state: LocalSGDState, name: str, states: Iterable[str]) -> None:
-    """Raise ValueError for states of a fragment with other names."""
-    given, states = state.method.get(name, {}), tuple(states)
+    of_method = state.method.get(name, {})
     check_has_owner(
-        given,
+        of_method,
         states,
         "state._replace(method={name: {**first, **state.method[name]} "
         "for name, first in init(params).method.items()})",
     )
     check_names(
         "state.method",
-        given,
+        of_method,
         states,
         user="the method and options",
         remedy=f"Go on with the method, exact_below, bucket_bytes and specs of init, {_ANEW}.",
