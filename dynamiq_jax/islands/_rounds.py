@@ -105,8 +105,7 @@ class RoundFiles:
         (decision,) = decisions
         members = {name: of for name, of in decision.members.items() if name not in damaged}
         left_out = {**decision.left_out, **damaged}
-        left = Decision(reference, members, left_out, decision.factors, decision.notes)
-        return left, changes
+        return decision._replace(members=members, left_out=left_out), changes
 
     def decision(self, file: str) -> Decision:
         """Read a decision; ValueError if it is damaged."""

@@ -32,6 +32,7 @@ from dynamiq_jax.training._params import check_like, check_shared_params
 from pallas_kernels._jax import compat
 
 P = PartitionSpec
+Carry = tuple[Any, LocalSGDState]  # parameters of this worker, and the state
 
 
 class Due(NamedTuple):
@@ -275,15 +276,13 @@ class LocalSGD:
         first = self.every * (fragment + 1) // self.fragments
         return (taken >= first) & ((taken - first) % self.every == 0)
 
-    def _choose(self, act: Callable[[int, Any], Any], taken: Array, carry: Any) -> Any:
+    def _choose(self, act: Callable[[int, Carry], Carry], taken: Array, carry: Carry) -> Carry:
         """Act on the fragment that has its turn, if one has."""
         branch = sum(jnp.where(self._is_turn(f, taken), f + 1, 0) for f in range(self.fragments))
         turns = [functools.partial(act, fragment) for fragment in range(self.fragments)]
         return lax.switch(branch, [lambda carry: carry, *turns], carry)
 
-    def _send(
-        self, fragments: Fragments, fragment: int, carry: tuple[Any, LocalSGDState]
-    ) -> tuple[Any, LocalSGDState]:
+    def _send(self, fragments: Fragments, fragment: int, carry: Carry) -> Carry:
         """Average the change of a fragment, and apply it unless there is a delay."""
         params, state = carry
         name = fragments.names[fragment]
@@ -307,16 +306,12 @@ class LocalSGD:
             return params, state._replace(pending={timing: pending})
         return self._step(fragments, fragment, outcome.tree, (params, state))
 
-    def _apply(
-        self, fragments: Fragments, fragment: int, carry: tuple[Any, LocalSGDState]
-    ) -> tuple[Any, LocalSGDState]:
+    def _apply(self, fragments: Fragments, fragment: int, carry: Carry) -> Carry:
         """Apply the change that a fragment has sent."""
         (pending,) = carry[1].pending.values()
         return self._step(fragments, fragment, pending[fragments.names[fragment]], carry)
 
-    def _step(
-        self, fragments: Fragments, fragment: int, change: Any, carry: tuple[Any, LocalSGDState]
-    ) -> tuple[Any, LocalSGDState]:
+    def _step(self, fragments: Fragments, fragment: int, change: Any, carry: Carry) -> Carry:
         """Take the outer step of a fragment."""
         params, state = carry
         name = fragments.names[fragment]
