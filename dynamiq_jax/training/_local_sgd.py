@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from dynamiq_jax._plan.of_arrays import plan_tree
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._states.states import all_names, check_type, first_states
-from dynamiq_jax.methods import DynamiQ, State
+from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.training._fragments import Fragments
 from dynamiq_jax.training._local_sgd_state import LocalSGDState, check_fragment, check_settings
 from dynamiq_jax.training._params import check_like, check_shared_params
@@ -151,15 +151,13 @@ class LocalSGD:
         axes = find_axes(self.axis_name)
         check_shared_params(params, axes, "mean change")
         parts = self._fragments(params).split(params)
-        method: dict[str, Mapping[str, State]] = {}
-        if self._request.is_stateful(params):
-            method = {name: first_states(self._plan(part)) for name, part in parts.items()}
+        with_states = parts if self._request.is_stateful(params) else {}
         return LocalSGDState(
             step=jnp.zeros((), jnp.int32),
             reference=params,
             outer={name: self.outer.init(part) for name, part in parts.items()},
             pending={timing: jax.tree.map(jnp.zeros_like, parts) for timing in self._timing},
-            method=method,
+            method={name: first_states(self._plan(part)) for name, part in with_states.items()},
         )
 
     def update(
