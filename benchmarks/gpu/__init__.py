@@ -1,7 +1,6 @@
 """Parts of the benchmark of the GPU kernels, from the bottom up; none imports one further down.
 
     options      options of the benchmark
-    device_gradients  made-up gradients of any size on a device
     record       sections with their results and errors, the time left, the JSON file
     bench        programs, compiled and timed, that sections share
     jobs         the operations that are timed: kernels of every backend, and plain codecs

@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.gpu.options import GpuOptions
 from benchmarks.gpu.record import Record
-from dynamiq_jax._measurement.kernel_speed import Batches
+from benchmarks.harness.batches import Batches
 
 Program = tuple[Callable[..., Any], Sequence[Any]]  # a function, and arguments or their shapes
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS
 from benchmarks.gpu.bench import GpuBench, Program
-from benchmarks.gpu.device_gradients import device_gradient
 from benchmarks.gpu.jobs import JobName, implementations, kernel_jobs, plain_jobs, program_key
+from benchmarks.harness.device_gradients import device_gradient
 from pallas_kernels.codec import SUPER_GROUP_SIZE, LocalRows
 
 _CACHE_BYTES = 256 * 2**20  # several times the L2 of any GPU: inputs rotate through at least this

@@ -14,9 +14,9 @@ from jax import Array
 
 import dynamiq_jax as dq
 from benchmarks.gpu.bench import GpuBench
-from benchmarks.gpu.device_gradients import device_gradient
 from benchmarks.gpu.jobs import implementations, places_of
 from benchmarks.gpu.record import Results
+from benchmarks.harness.device_gradients import device_gradient
 from dynamiq_jax._measurement.kernel_checks import KernelVerdict, check_kernels
 from pallas_kernels import operations
 from pallas_kernels.codec import LocalRows, l2_norm
@@ -41,9 +41,7 @@ def check(bench: GpuBench, results: Results) -> None:
                 timeout=_TIMEOUT,
                 done=lambda name: None,
             )
-            results[case] = [
-                dataclasses.asdict(each) | {"verdict": each.verdict.name.lower()} for each in checks
-            ]
+            results[case] = [each.row() for each in checks]
             for each in checks:
                 print(f"{each.name}: {each.verdict.name.lower()} {each.text}", flush=True)
             wrong = [each.name for each in checks if each.verdict > KernelVerdict.ROUNDING]

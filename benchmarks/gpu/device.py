@@ -13,10 +13,11 @@ import numpy as np
 
 from benchmarks.gpu import h200_model as h200
 from benchmarks.gpu.bench import GpuBench, Program
-from benchmarks.gpu.jobs import KERNELS, floor_bytes
+from benchmarks.gpu.jobs import floor_bytes
 from benchmarks.gpu.record import Results
 from benchmarks.gpu.report import matching
-from dynamiq_jax._measurement.kernel_speed import copy_speed
+from benchmarks.harness.batches import copy_speed
+from benchmarks.harness.operations import STEPS
 
 
 def facts() -> dict[str, Any]:
@@ -72,7 +73,7 @@ def predict(bench: GpuBench, results: Results) -> None:
     results |= {"multiprocessors": multiprocessors, "clock_mhz": clock}
     print(f"{multiprocessors} multiprocessors, {clock:g} MHz; {bits:g} bits; ps per coordinate")
     for dtype in options.dtypes:
-        for operation in KERNELS:
+        for operation in STEPS:
             moved = floor_bytes(operation, "triton", layout, dtype)
             times = {"memory": moved / bench.copy_bytes_per_second * 1e12}
             if operation == "hop":  # the one whose instructions are counted

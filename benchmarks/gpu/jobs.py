@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.error.plain_codecs import PLAIN_CODECS, PlainCodec
-from dynamiq_jax._measurement.kernel_speed import STEPS, least_bytes, operation_of
+from benchmarks.harness.operations import STEPS, least_bytes, operation_of
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Layout, Places, place_rows
 from pallas_kernels.codec.scales import bfloat16_bits
 from pallas_kernels.registry import BACKENDS, BASE
 
-KERNELS = STEPS
 # The default one first.
 _KERNELS_OF_GPUS = [backend for backend in BACKENDS.values() if backend.platform == "cuda"]
 _INPUTS = {
@@ -53,7 +52,7 @@ def kernel_jobs(layout: Layout) -> dict[JobName, Job]:
     """Return the four kernels of every backend, and the places, which all take from XLA."""
     jobs = {("places", "xla"): Job(functools.partial(places_of, layout=layout), ("norms",))}
     for name in implementations():
-        for operation in KERNELS:
+        for operation in STEPS:
             function = operation_of(operation, name, layout)
             jobs[operation, name] = Job(function, _INPUTS[operation])
     return jobs

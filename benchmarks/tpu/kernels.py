@@ -22,6 +22,8 @@ from typing import Any
 import jax
 
 from benchmarks.harness import files
+from benchmarks.harness.batches import Batches, copy_speed
+from benchmarks.tpu.speed import measure_kernels
 from dynamiq_jax._measurement.all_reduce import measure
 from dynamiq_jax._measurement.devices import make_mesh
 from dynamiq_jax._measurement.kernel_checks import (
@@ -31,7 +33,6 @@ from dynamiq_jax._measurement.kernel_checks import (
     KernelVerdict,
     check_kernels,
 )
-from dynamiq_jax._measurement.kernel_speed import Batches, copy_speed, measure_kernels
 from dynamiq_jax._measurement.settings import DEFAULTS, parse_settings
 from dynamiq_jax._prediction.break_even import record
 from pallas_kernels.modes import without_gpu
@@ -60,11 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for check in checks:
         if check.verdict > KernelVerdict.SAME:
             print(f"{check.name}: {check.verdict.name.lower()} {check.text}", flush=True)
-    keep(
-        checks=[
-            dataclasses.asdict(check) | {"verdict": check.verdict.name.lower()} for check in checks
-        ]
-    )
+    keep(checks=[check.row() for check in checks])
     wrong = {check.backend for check in checks if check.verdict > KernelVerdict.ROUNDING}
     with without_gpu("interpret") if options.interpret else contextlib.nullcontext():
         _time_operations(options, [name for name in BACKENDS if name not in wrong], keep)

@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from typing import Any
 
+from benchmarks.harness.operations import STEPS
 from docs.scripts.result_files import RESULTS, markdown, results_of
-from dynamiq_jax._measurement.kernel_speed import STEPS
 
 # Operations of a ring among this many workers, for the time of a whole all-reduce.
 WORKERS = 8

@@ -19,7 +19,7 @@ examples:
   dynamiq-jax advise --link 25gbit --size 7G         should I compress? (runs nothing)
   dynamiq-jax doctor train.py                        does my train step compress what it should?
   dynamiq-jax compare --workers 8 16                 every method on the same gradients
-  dynamiq-jax verify                                 are the kernels right and fast here?
+  dynamiq-jax verify                                 are the kernels right here?
   dynamiq-jax bench                                  on the devices of this process
   dynamiq-jax bench --cpu-devices 4 --sizes 1Mi 8Mi  on virtual CPU devices
   dynamiq-jax islands /shared/run-1                  who takes part in a run of islands?

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-from rich.console import Console
 from rich.table import Table
 
 import dynamiq_jax as dq
@@ -29,7 +27,6 @@ from dynamiq_jax._measurement.settings import (
     BF16_RING,
     DEFAULTS,
     PSUM,
-    Setting,
     parse_setting,
     parse_settings,
 )
@@ -60,6 +57,9 @@ class Bench(OnDevices):
     """psum, which is jax.lax.psum, or [ef+|gc+|ef21m+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... The
     error of a wrong one lists the possible ones."""
 
+    repeats: int = 9
+    """Timed calls of each all-reduce. The median counts."""
+
     link: str | None = None
     """Speed of the links between these devices, such as 400gbit. If given, the transfer time at
     this speed is subtracted from the measured time to get the codec time. By default nothing is
@@ -83,38 +83,26 @@ class Bench(OnDevices):
         kind, platform = mesh.devices.flat[0].device_kind, mesh.devices.flat[0].platform
         console.out(f"{mesh.size} workers on devices of kind {kind}")
         console.out(f"By default, {operations.default_backend()}.")
-        rows = measured_rows(console, settings, mesh, sizes, self.repeats, link)
-        with_wire = link is None and workers_per_machine(mesh) < mesh.size  # on all processes
+        results: list[Measurement] = []
+        steps = len(sizes) * len(settings) * (1 + self.repeats)
+        with tables.progress(console, "all-reduce", steps) as advance:
+            for size in sizes:
+                results += measure(settings, mesh, size, repeats=self.repeats, done=advance)
+        sharing = workers_per_machine(mesh)  # on all processes
+        rows = [record(result, results, link, sharing) for result in results]
         if first:
             records.keep(self, kind, rows, **(of_cpu_programs() if platform == "cpu" else {}))
             for size in sizes:
                 console.print(bench_table([row for row in rows if row["size"] == size]))
             device = kind_of(platform, kind)
+            with_wire = link is None and sharing < mesh.size
             if recommendation := to_advise(rows, device, with_wire=with_wire):
                 console.out(recommendation)  # not wrapped: a line to paste
         return tables.warn_unequal(console, rows)
 
 
-def measured_rows(
-    console: Console,
-    settings: Sequence[Setting],
-    mesh: Mesh,
-    sizes: Sequence[int],
-    repeats: int,
-    link: float | None = None,
-) -> list[dict[str, Any]]:
-    """Measure all-reduces behind a progress bar; return rows of `bench_table`, see `record`."""
-    results: list[Measurement] = []
-    steps = len(sizes) * len(settings) * (1 + repeats)
-    with tables.progress(console, "all-reduce", steps) as advance:
-        for size in sizes:
-            results += measure(settings, mesh, size, repeats=repeats, done=advance)
-    sharing = workers_per_machine(mesh)
-    return [record(result, results, link, sharing) for result in results]
-
-
 def bench_table(rows: list[dict[str, Any]]) -> Table:
-    """Make the table of one size."""
+    """Make the table of one size, from the rows of `record`."""
     table = tables.table(
         f"{format_size(rows[0]['size'])} float32 coordinates, {rows[0]['workers']} workers",
         ("setting",),

@@ -20,9 +20,6 @@ _ADDRESS = re.compile(r".+:\d+")
 class OnDevices:
     """Devices and processes that take part, and the file of results."""
 
-    repeats: int = 9
-    """Timed calls of each all-reduce. The median counts."""
-
     cpu_devices: int | None = None
     """Use as many virtual CPU devices, even where there are accelerators. By default
     JAX_NUM_CPU_DEVICES, or 8 where there is no accelerator and one process."""

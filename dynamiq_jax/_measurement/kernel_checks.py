@@ -99,6 +99,10 @@ class KernelCheck:
         """True for an output that is, up to rounding, that of the base."""
         return self.verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
 
+    def row(self) -> dict[str, Any]:
+        """Return this check as a row of a result file."""
+        return dataclasses.asdict(self) | {"verdict": self.verdict.name.lower()}
+
     def ended(self, verdict: KernelVerdict, text: str) -> "KernelCheck":
         """Return this check with another outcome."""
         return dataclasses.replace(self, verdict=verdict, text=text)

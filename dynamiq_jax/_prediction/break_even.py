@@ -2,14 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dynamiq_jax._measurement.all_reduce import Measurement
-from dynamiq_jax._measurement.settings import BF16_RING, PSUM, Setting, parse_setting
-from dynamiq_jax.methods import DynamiQ
-
-RING_WORKERS = 8  # of the ring that the times of single operations stand for
+from dynamiq_jax._measurement.settings import BF16_RING, PSUM, parse_setting
 
 
 def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int) -> float:
@@ -28,23 +25,6 @@ def break_even_rate(codec: float, sent: int, other_codec: float, other_sent: int
     if sent >= other_sent:
         return math.inf if codec < other_codec and sent == other_sent else 0.0
     return 8 * (other_sent - sent) / (codec - other_codec) if codec > other_codec else math.inf
-
-
-def rate_of_kernels(seconds: Mapping[str, float], size: int, method: DynamiQ) -> float:
-    """Return the link speed, in bits a second, below which a ring beats one of BF16.
-
-    Of `RING_WORKERS` workers, from the times of single operations on `size` coordinates, for a
-    machine with one device. The sums of the BF16 ring count as free, so that the true speed is
-    higher.
-    """
-    others = (RING_WORKERS - 1) / RING_WORKERS
-    codec = seconds["statistics"] + seconds["decompress"] + others * seconds["hop"]
-    codec += seconds["compress"] / RING_WORKERS
-    sent, plain = (
-        setting.wire_report(size, RING_WORKERS).bytes_per_worker
-        for setting in (Setting("ours", method), parse_setting(BF16_RING))
-    )
-    return break_even_rate(codec, sent, 0.0, plain)
 
 
 def record(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import kernels as gpu_kernels
-from benchmarks.gpu.device_gradients import device_gradient
+from benchmarks.harness.device_gradients import device_gradient
 from dynamiq_jax._measurement.gradients import worker_gradient
 from pallas_kernels.registry import BACKENDS
 
@@ -54,7 +54,7 @@ def test_a_machine_without_a_gpu_is_named_at_the_start(tmp_path):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_large_gradients_repeat_what_the_host_draws(dtype, monkeypatch):
-    monkeypatch.setattr("benchmarks.gpu.device_gradients._DRAWN", 512)
+    monkeypatch.setattr("benchmarks.harness.device_gradients._DRAWN", 512)
     drawn = worker_gradient(1, 512, 3).astype(dtype)
     made = np.asarray(device_gradient(1, 1300, 3, dtype))
     np.testing.assert_array_equal(made, np.concatenate([drawn, drawn, drawn[:276]]))

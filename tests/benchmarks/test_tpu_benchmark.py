@@ -5,14 +5,17 @@ import json
 import jax
 import pytest
 
+from benchmarks.harness.operations import STEPS, least_bytes, operation_of
 from benchmarks.tpu import kernels as tpu_kernels
+from benchmarks.tpu import speed
+from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.registry import BACKENDS
 from pallas_kernels.trial import CALLS
 
+
 # Interpreted kernels for TPUs have the bits of the base where both are optimized.
-pytestmark = [pytest.mark.optimized, pytest.mark.slow]
-
-
+@pytest.mark.optimized
+@pytest.mark.slow
 def test_every_part_runs_without_a_tpu(tmp_path, monkeypatch):
     """On two of the devices, as kernels are interpreted for each worker."""
     make_mesh = tpu_kernels.make_mesh
@@ -33,3 +36,16 @@ def test_every_part_runs_without_a_tpu(tmp_path, monkeypatch):
     timed = {(row["backend"], row["operation"]) for row in results["operations"]}
     assert {("xla", "hop"), ("triton", "hop")} <= timed
     assert [row["workers"] for row in results["all_reduce"]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("operation", STEPS)
+def test_least_bytes_are_those_of_the_arrays(operation, dtype):
+    """Beside the widths and levels of a codec, which are small."""
+    layout = DynamiQ(bits=5.0).layout(2**14, num_chunks=1)
+    arguments = speed._arguments(layout, dtype)[operation]
+    program = operation_of(operation, "xla", layout)
+    arrays = jax.tree.leaves((arguments, jax.eval_shape(program, *arguments)))
+    moved = sum(array.size * array.dtype.itemsize for array in arrays)
+    least = least_bytes(operation, layout, dtype) * 2**14
+    assert 0.98 * moved < least <= moved

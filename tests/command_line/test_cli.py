@@ -340,7 +340,6 @@ def test_bench_runs_from_the_command_line(tmp_path, monkeypatch):
         ("bench --coordinator localhost:1 --process-id 1", "--num-processes is None"),
         ("bench --coordinator a --num-processes 2 --process-id 0", "give the HOST:PORT"),
         ("bench --sizes 10", "'10' is less than 1024"),
-        ("verify --size 10", "'10' is less than 1024"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, monkeypatch):
