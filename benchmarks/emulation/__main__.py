@@ -5,7 +5,10 @@ python -m benchmarks.emulation --hosts 4 --rate 200mbit
 
 from typing import Any
 
+from benchmarks.harness.signals import stopping_cleanly
 from dynamiq_jax._console import program
+
+_NAME = "python -m benchmarks.emulation"
 
 
 def _command() -> Any:
@@ -15,4 +18,5 @@ def _command() -> Any:
 
 
 if __name__ == "__main__":
-    program.run("python -m benchmarks.emulation", _command)
+    with stopping_cleanly(_NAME, "; everything it made is removed"):
+        program.run(_NAME, _command)

@@ -10,5 +10,6 @@ timing            medians of repeated calls, and of calls in turns
 batches           times of calls in batches, and of a copy of memory
 operations        operations of the codec that are timed, and the bytes that each has to move
 device_gradients  made-up gradients of any size on a device
+signals           signals that ask a benchmark to end
 processes         calls in a process of their own
 """

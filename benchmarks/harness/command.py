@@ -12,6 +12,7 @@ import tyro
 
 import dynamiq_jax as dq
 from benchmarks.harness import files
+from benchmarks.harness.signals import stopping_cleanly
 from dynamiq_jax._console import program, tables
 
 if typing.TYPE_CHECKING:
@@ -78,7 +79,8 @@ def run(main: Callable[[Any], int | None], description: str | None) -> typing.No
     dq.keep_memory()
     spec = typing.cast(Any, sys.modules["__main__"]).__spec__
     name = spec.name.removesuffix(".__main__") if spec else sys.argv[0]
-    program.finish(name, lambda: main(config))
+    with stopping_cleanly(name):
+        program.finish(name, lambda: main(config))
 
 
 def _write(report: Report, name: str, config: Any) -> list[Path]:

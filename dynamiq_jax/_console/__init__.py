@@ -1,1 +1,1 @@
-"""Plumbing of the command line: options, units, tables, records, signals, pipes."""
+"""Plumbing of the command line: options, units, tables, records, pipes."""

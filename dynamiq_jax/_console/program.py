@@ -18,15 +18,6 @@ from typing import Annotated, Any, NoReturn
 from dynamiq_jax._console.errors import CommandError, install_extra
 
 _NEEDED = ("tyro", "rich")
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Stopped(BaseException):
-    """Signal that asked this command to end."""
-
-    def __init__(self, number: int):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
 
 
 def run(name: str, commands: Callable[[], Any], description: str | None = None) -> None:
@@ -52,40 +43,18 @@ def run(name: str, commands: Callable[[], Any], description: str | None = None) 
             command = tyro.cli(given[chosen], prog=f"{name} {chosen}", args=sys.argv[2:])
         else:
             command = tyro.cli(_listed(given), prog=name, description=description)
-        finish(name, command.run, "; everything it made is removed")
+        finish(name, command.run)
 
 
-def finish(name: str, call: Callable[[], int | None], when_stopped: str = "") -> NoReturn:
+def finish(name: str, call: Callable[[], int | None]) -> NoReturn:
     """Make a call, and exit with the status that it returns, or with its error as one line."""
     try:
-        with stopping_cleanly():
-            status = call()
+        sys.exit(call())
     except CommandError as error:
         sys.exit(f"{name}: {error}")
-    except Stopped as stopped:
-        print(f"{name}: {stopped}{when_stopped}.", file=sys.stderr)
-        sys.exit(128 + stopped.number)
-    sys.exit(status)
-
-
-@contextlib.contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones.
-
-    So a command removes what it made, and nothing disturbs it.
-    """
-
-    def stop(number: int, _: Any) -> None:
-        for each in _STOP:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in _STOP}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped by SIGINT.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 @contextlib.contextmanager

@@ -94,11 +94,6 @@ class KernelCheck:
         """Backend and operation, with the case."""
         return f"{self.backend}: {self.operation} ({self.case}, {self.dtype})"
 
-    @property
-    def is_right(self) -> bool:
-        """True for an output that is, up to rounding, that of the base."""
-        return self.verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING)
-
     def row(self) -> dict[str, Any]:
         """Return this check as a row of a result file."""
         return dataclasses.asdict(self) | {"verdict": self.verdict.name.lower()}
@@ -152,7 +147,7 @@ def worst_of_processes(checks: Sequence[KernelCheck]) -> list[KernelCheck]:
         if verdict > check.verdict:
             where = ", ".join(map(str, np.flatnonzero(verdicts == verdict)))
             check = check.ended(verdict, f"in process {where}")
-        elif check.is_right and len({*checksums.tolist()}) > 1:
+        elif verdict in (KernelVerdict.SAME, KernelVerdict.ROUNDING) and len(set(checksums)) > 1:
             text = "the bytes of this output differ between processes"
             check = check.ended(KernelVerdict.DIFFERENT, text)
         worst.append(check)

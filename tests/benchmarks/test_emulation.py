@@ -139,7 +139,7 @@ def test_a_small_run(start, tmp_path):
 @pytest.mark.slow
 @emulates
 def test_a_stopped_run_leaves_nothing(start):
-    """tests/command_line/test_cli.py has the other signals."""
+    """tests/benchmarks/test_harness.py has the other signals."""
     command = start(*LONG)
     command.wait_until(lambda: len(command.workers()) == 2)
     workers = command.workers()

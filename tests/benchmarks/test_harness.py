@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from benchmarks.harness import command, files, timing
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark
 from benchmarks.harness.processes import in_process
+from benchmarks.harness.signals import stopping_cleanly
 from benchmarks.training.every_run import train_every
 
 
@@ -151,3 +153,18 @@ def test_the_annotation_of_a_benchmark_names_its_options(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         command.run(main, "Text of the help.")
     assert ended.value.code == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_once(number, capsys):
+    """What removes the traces of a benchmark is not interrupted by more of them."""
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, stopping_cleanly("name", "; all is removed"):
+        try:
+            signal.raise_signal(number)
+        finally:
+            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.raise_signal(again)
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == f"name: stopped by {number.name}; all is removed.\n"
+    assert signal.getsignal(number) == before

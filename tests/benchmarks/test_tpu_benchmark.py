@@ -12,9 +12,10 @@ from dynamiq_jax.methods import DynamiQ
 from pallas_kernels.registry import BACKENDS
 from pallas_kernels.trial import CALLS
 
-
 # Interpreted kernels for TPUs have the bits of the base where both are optimized.
-@pytest.mark.optimized
+pytestmark = pytest.mark.optimized
+
+
 @pytest.mark.slow
 def test_every_part_runs_without_a_tpu(tmp_path, monkeypatch):
     """On two of the devices, as kernels are interpreted for each worker."""

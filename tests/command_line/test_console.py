@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from dynamiq_jax._console import tables
-from dynamiq_jax._console.program import Stopped, ending_with_reader, stopping_cleanly
+from dynamiq_jax._console.program import ending_with_reader, finish
 from tests.support.commands import command
 
 CELLS = (("dynamiq:5:ring", "356 us", "8.1e-16", "2.91 Gbit/s"), ("psum", "1.2 ms", "", "same"))
@@ -71,15 +71,11 @@ def test_other_broken_pipes_are_errors(capfd):
         raise BrokenPipeError
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_once(number):
-    """What removes the command's traces is not interrupted by more of them."""
-    before = signal.getsignal(number)
-    with pytest.raises(Stopped, match=f"stopped by {number.name}") as stopped, stopping_cleanly():
-        try:
-            signal.raise_signal(number)
-        finally:
-            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.raise_signal(again)
-    assert stopped.value.number == number
-    assert signal.getsignal(number) == before
+def test_an_interrupt_ends_a_command_in_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        finish("name", interrupted)
+    assert ended.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "name: stopped by SIGINT.\n"
