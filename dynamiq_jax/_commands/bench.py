@@ -45,9 +45,7 @@ class Bench(OnDevices):
     command with the measured codec time.
 
     On a machine without accelerators, virtual CPU devices are used, whose memory is kept between
-    calls, as by dq.keep_memory(). To run over several processes, start the same command in each of
-    them with --coordinator HOST:PORT --num-processes N --process-id I, or with --coordinator auto
-    under Slurm, MPI or Kubernetes.
+    calls, as by dq.keep_memory(). To run over several processes, see --coordinator.
     """
 
     sizes: tuple[str, ...] = ("1Mi", "8Mi")

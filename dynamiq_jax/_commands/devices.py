@@ -25,7 +25,9 @@ class OnDevices:
     JAX_NUM_CPU_DEVICES, or 8 where there is no accelerator and one process."""
 
     coordinator: str | None = None
-    """Join other processes through this HOST:PORT of process 0, or `auto`."""
+    """Join other processes through this HOST:PORT of process 0. Start the same command in each of
+    them with --num-processes and --process-id, or with --coordinator auto alone under Slurm, MPI or
+    Kubernetes."""
 
     num_processes: int | None = None
     """Number of processes to join."""

@@ -40,9 +40,7 @@ class Verify(OnDevices):
     bit and on hard values. `dynamiq-jax bench` measures the speed of an all-reduce.
 
     The exit status is 1 if a byte differs or an operation fails. Attach the file of --json to an
-    issue. To run over several processes, start the same command in each of them with --coordinator
-    HOST:PORT --num-processes N --process-id I, or with --coordinator auto under Slurm, MPI or
-    Kubernetes.
+    issue. To run over several processes, see --coordinator.
     """
 
     backends: tuple[str, ...] = tuple(BACKENDS)

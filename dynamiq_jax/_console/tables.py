@@ -27,7 +27,7 @@ class FittedTable(Table):
     @override
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the table, or its rows one below the other."""
-        cells = [[_text(cell) for cell in column.cells] for column in self.columns]
+        cells = [[Text.from_markup(str(cell)) for cell in each.cells] for each in self.columns]
         for column, texts in zip(self.columns, cells, strict=True):
             words = map(cell_len, str(column.header).split())
             column.min_width = max((*words, *(text.cell_len for text in texts)), default=0)
@@ -42,10 +42,6 @@ class FittedTable(Table):
                 if text:
                     yield Text.assemble(f"  {column.header}: ", text)
         yield Text(str(self.caption or ""), style="dim italic")
-
-
-def _text(cell: Any) -> Text:
-    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
 
 
 def console(*, quiet: bool = False) -> Console:

@@ -1,11 +1,10 @@
 """Speeds by the kind of device: of the codec, of exact sums, and of links."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from dynamiq_jax._prediction.cost_model import CodecSpeed
 
 DeviceKind = Literal["gpu", "cpu", "tpu_v5e", "tpu_v5p", "tpu_v6e"]
-DEVICE_KINDS: tuple[DeviceKind, ...] = get_args(DeviceKind)
 
 # DynamiQ at 5 bits from float32. CPU: the native codec on two cores, all that a worker of a ring of
 # 4 computes in new memory, benchmarks/speed/native.py. GPU: an H200, for a worker of a ring of 8,

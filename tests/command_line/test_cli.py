@@ -38,7 +38,7 @@ from dynamiq_jax._measurement.gradients import worker_gradient
 from dynamiq_jax._measurement.settings import parse_setting, parse_settings
 from dynamiq_jax._prediction.break_even import break_even_rate, record
 from dynamiq_jax._prediction.cost_model import CodecSpeed
-from dynamiq_jax._prediction.device_speeds import DEVICE_KINDS, kind_of
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, kind_of
 from dynamiq_jax.methods import METHODS
 from dynamiq_jax.topologies import TOPOLOGIES
 from tests.support.commands import command, on_two_processes, run_here, shown
@@ -252,7 +252,7 @@ def test_the_command_that_goes_on_is_that_of_the_largest_size():
     ),
 )
 def test_the_advice_is_for_the_device_that_was_timed(platform, name, kind):
-    assert kind_of(platform, name) == kind and kind in DEVICE_KINDS
+    assert kind_of(platform, name) == kind and kind in CODEC_SPEEDS
 
 
 # ------------------------------------------------------------------- tables and records

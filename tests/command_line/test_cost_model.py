@@ -1,6 +1,7 @@
 """Predicted times: the parts that they are made of, and the topologies that they favor."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax._prediction.cost_model import CodecSpeed, Network, predict, predict_exact
-from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, DEVICE_KINDS, SUM_SPEEDS
+from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS, SUM_SPEEDS, DeviceKind
 from dynamiq_jax.methods import Axis, Call, WireCost
 from dynamiq_jax.topologies import AllToAll, Butterfly, Ring
 
@@ -128,10 +129,10 @@ def test_an_all_to_all_of_many_workers_orders_sums_again():
 
 def test_every_kind_of_device_has_speeds():
     """The codec of a GPU is hundreds of times faster, and so pays where that of a CPU does not."""
-    assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == set(DEVICE_KINDS)
+    assert CODEC_SPEEDS.keys() == SUM_SPEEDS.keys() == set(get_args(DeviceKind))
     network = Network(gbit_per_s=50.0)
-    pays = {kind: fastest(network, device=kind) is not None for kind in DEVICE_KINDS}
-    assert pays == {kind: kind != "cpu" for kind in DEVICE_KINDS}
+    pays = {kind: fastest(network, device=kind) is not None for kind in get_args(DeviceKind)}
+    assert pays == {kind: kind != "cpu" for kind in get_args(DeviceKind)}
 
 
 # --------------------------------------------------------------------------------- the error law
