@@ -37,11 +37,6 @@ class Measurement:
     vnmse: float  # against the exact sum in float64
     replicas_equal: bool  # all workers hold the same bits
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes of the float32 gradient that are reduced in a second ("algorithm bandwidth")."""
-        return 4 * self.size / self.seconds
-
 
 class CompiledAllReduce:
     """A setting, compiled for trees of float32 arrays [workers, *shape], as `gradients` has."""

@@ -74,7 +74,7 @@ class Setting:
 
 
 def grammar() -> str:
-    """Describe settings, for help and errors."""
+    """Describe settings, for errors."""
     return (
         f"{PSUM}, or [WRAPPER+]METHOD[:BITS][:TOPOLOGY][:FIELD=VALUE]... with a wrapper of "
         f"{sorted(WRAPPERS)}, a method of {sorted(METHODS)} or a preset of {sorted(PRESETS)}, and "

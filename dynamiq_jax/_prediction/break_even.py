@@ -46,7 +46,8 @@ def record(
         if other is not None and parse_setting(name) != setting
     }
     return dataclasses.asdict(result) | {
-        "bandwidth": result.bandwidth,
+        # Bytes of the float32 gradient that are reduced in a second ("algorithm bandwidth").
+        "bandwidth": 4 * result.size / result.seconds,
         "codec_seconds": codec,
         # `CodecSpeed.ns_per_coordinate`: of a worker that has the machine for itself.
         "codec_ns": 1e9 * codec / (result.size * sharing),
