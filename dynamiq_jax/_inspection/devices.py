@@ -55,10 +55,10 @@ class Devices:
 
     def link(self, groups: np.ndarray) -> str:
         """Return the slowest kind of link between members of a group."""
-        if self.hosts is None or groups.max() >= len(self.hosts):
+        sent = self.sent_by_hosts(groups, "ring")
+        if sent is None:
             return "unknown"
-        hosts = np.asarray(self.hosts)[groups]
-        return "between hosts" if (hosts != hosts[:, :1]).any() else "inside a host"
+        return "between hosts" if any(sent) else "inside a host"
 
     def sent_by_hosts(self, groups: np.ndarray, route: Route) -> tuple[float, ...] | None:
         """Return the bytes that each host sends to others; None if hosts are not known.
