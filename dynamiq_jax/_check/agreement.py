@@ -17,6 +17,8 @@ from jax import Array
 
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._check.exchange import Exchange
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.measured import Measured
 from dynamiq_jax._inputs.policy import UNCOMPRESSED
 from dynamiq_jax._plan import recording
 from dynamiq_jax._plan.plan import Plan
@@ -93,17 +95,19 @@ def _processes(axes: Axes, num_processes: int) -> tuple[int, ...]:
 
 def _of_collective(plan: Plan, key: Array) -> dict[str, str]:
     """Describe a collective, but for its leaves."""
-    collective, request = plan.collective.unmeasured, plan.request
+    collective, request = plan.collective, plan.request
     mesh, axes = jax.sharding.get_abstract_mesh(), collective.axes
+    # The request says whether errors are measured.
+    kind = AllReduce if isinstance(collective, Measured) else type(collective)
     texts = {
-        "collective": type(collective).__name__,
+        "collective": kind.__name__,
         "axes": _text({axis.name: axis.size for axis in (axes.slow, *axes.fast)}),
         "mesh": _text(dict(mesh.shape)),
         **_fields("topology", request.compression.route),
         "with_metrics": _text(request.measures),
         "implementation of the key": _text(str(jax.random.key_impl(key))),
     }
-    for field in dataclasses.fields(collective):
+    for field in dataclasses.fields(kind):
         value = getattr(collective, field.name)
         is_default = field.name == "last_first" and value == field.default  # of its kind
         if isinstance(value, bool | int | float | str) and not is_default:

@@ -31,11 +31,6 @@ class Collective(abc.ABC):
     # Folded into the key, so that different kinds with the same key have different noise.
     salt: ClassVar[int | None] = None
 
-    @property
-    def unmeasured(self) -> "Collective":
-        """The collective without an estimate of its error."""
-        return self
-
     def check_method(self, method: Method) -> None:
         """Raise ValueError for a method that this collective cannot use."""
         return None

@@ -36,6 +36,7 @@ class Estimate(NamedTuple):
     error: Array  # squared error
     square: Array  # squared norm of the exact result
     scale: Array
+    fell_back: Array  # 1 if the bucket was sent again, exactly, and 0 otherwise
     bad_rows: Array  # rows of 256 in which the result is not finite
     rows: Array
     relative: Array  # squared errors of these rows over their squared norms in the result, added up
@@ -60,7 +61,8 @@ def joined(estimates: Sequence[Estimate]) -> Estimate:
     ]
     sums = {
         name: jnp.sum(jnp.stack([getattr(each, name) for each in alike]))
-        for name in ("error", "square", "bad_rows", "rows", "relative")
+        for name in Estimate._fields
+        if name != "scale"
     }
     return Estimate(scale=scale, **sums)
 
@@ -111,18 +113,18 @@ def estimate(
     exact_square = jnp.maximum(exact_square, np.float32(0))
     sums = (error, spread, exact_square, *rows.counts, relative)
     error, variance, square, *of_rows = _over_shards(lax.psum, bucket, sums)
-    return Estimate(error, square, scale, *of_rows), variance
+    return Estimate(error, square, scale, jnp.zeros_like(error), *of_rows), variance
 
 
-def without_error(bucket: Bucket, total: Array) -> Estimate:
-    """Return the sums of an exact result, [size], the same on all workers."""
+def sent_again(bucket: Bucket, total: Array) -> Estimate:
+    """Return the sums of an exact result, [size], of a bucket that was sent again."""
     rows = _rows_of(total.astype(jnp.float32))
     scale = _over_shards(lax.pmax, bucket, rows.scale)
     square = jnp.sum(rows.squares) * _ratio(rows.scale, scale)
     nothing = jnp.zeros_like(square)
     sums = (nothing, square, *rows.counts, nothing)
     error, square, *of_rows = _over_shards(lax.psum, bucket, sums)
-    return Estimate(error, square, scale, *of_rows)
+    return Estimate(error, square, scale, jnp.ones_like(error), *of_rows)
 
 
 class _Rows(NamedTuple):

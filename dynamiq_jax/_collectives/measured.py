@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from dynamiq_jax._collectives.error_estimate import (
     estimate,
     joined,
     sample_bytes,
-    without_error,
+    sent_again,
 )
 from dynamiq_jax._inputs.request import MEASURED, Request
 from dynamiq_jax.methods import Reduced, State
@@ -27,24 +27,11 @@ from pallas_kernels._jax import compat
 from pallas_kernels._jax.compat import override
 
 
-class ErrorCheck(NamedTuple):
-    """Outcome of the check of a bucket."""
-
-    estimate: Estimate  # of what was returned
-    fell_back: Array  # 1 if the bucket was sent again, exactly, and 0 otherwise: float32
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured(AllReduce):
     """All-reduce of which each bucket has an estimate of its error."""
 
     limit: float | None = None  # largest vNMSE of a bucket
-    has_metrics: bool = False
-
-    @property
-    @override
-    def unmeasured(self) -> AllReduce:
-        return AllReduce(self.axes, self.mean)
 
     @override
     def transfer(self, bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
@@ -58,18 +45,16 @@ class Measured(AllReduce):
             estimated, variance = estimate(
                 self.axes, bucket, flat, reduced.total, key, self.divisor
             )
-        total, check = reduced.total, ErrorCheck(estimated, jnp.zeros_like(estimated.error))
+        total, kept = reduced.total, estimated
         if self.limit is not None:
-            is_over = estimated.may_exceed(self.limit, variance) | (estimated.bad_rows > 0)
             total, kept = lax.cond(
-                is_over,
+                estimated.may_exceed(self.limit, variance) | (estimated.bad_rows > 0),
                 lambda: self._exactly(bucket, flat, reduced.total, estimated),
                 lambda: (reduced.total, estimated),
             )
-            check = ErrorCheck(kept, is_over.astype(jnp.float32))
-        token = token_of([total, check.estimate.error])
+        token = token_of([total, kept.error])
         assert token is not None
-        return dataclasses.replace(reduced, total=total, token=token, measured=check)
+        return dataclasses.replace(reduced, total=total, token=token, measured=kept)
 
     @scopes.scope(scopes.FALLBACK)
     def _exactly(
@@ -78,29 +63,26 @@ class Measured(AllReduce):
         results, _ = exact.all_reduce({0: flat}, self.axes, self.divisor)
         again = results[0].astype(total.dtype)
         return compat.match_varying(again, total), compat.match_varying(
-            without_error(bucket, again), estimated.error
+            sent_again(bucket, again), estimated.error
         )
 
     @override
     def summary(
         self, buckets: Sequence[Bucket], measured: Sequence[Any], exact_leaves: Sequence[Any]
     ) -> dict[str, Array]:
-        if not self.has_metrics:
-            return {}
         sent = np.float32(
             exact.bytes_sent(self.axes, exact_leaves)
             + exact.bytes_of_owners(self.axes, [bucket.method for bucket in buckets])
         )
         if not buckets:
             return dict.fromkeys(MEASURED, jnp.float32(0)) | {"bytes": jnp.float32(sent)}
-        estimates, fell_back = zip(*measured, strict=True)
-        whole, bytes_sent = joined(estimates), jnp.float32(sent)
-        for bucket, again in zip(buckets, fell_back, strict=True):
+        whole, bytes_sent = joined(measured), jnp.float32(sent)
+        for bucket, one in zip(buckets, measured, strict=True):
             flat = jax.ShapeDtypeStruct((bucket.size,), bucket.dtype)
             once = np.float32(bucket.bytes_sent + sample_bytes(bucket, self.axes))
             whole_again = np.float32(exact.bytes_sent(self.axes, [flat]))
-            bytes_sent = bytes_sent + once + again * whole_again
-        errors = jnp.stack([each.vnmse for each in estimates])
+            bytes_sent = bytes_sent + once + one.fell_back * whole_again
+        errors = jnp.stack([each.vnmse for each in measured])
         return {
             "error": whole.vnmse,
             "row_error": whole.relative / whole.rows,
@@ -109,7 +91,7 @@ class Measured(AllReduce):
             "norm": whole.scale * jnp.sqrt(whole.square),
             "non_finite": whole.bad_rows / whole.rows,
             "bytes": bytes_sent,
-            "fallbacks": sum(fell_back, jnp.float32(0)),
+            "fallbacks": whole.fell_back,
         }
 
 
@@ -117,9 +99,4 @@ def measured(collective: Collective, request: Request) -> Collective:
     """Add an estimate of errors to an all-reduce where the request needs one."""
     if not request.estimates or type(collective) is not AllReduce:
         return collective
-    return Measured(
-        collective.axes,
-        collective.mean,
-        limit=request.compression.max_error,
-        has_metrics=request.measures,
-    )
+    return Measured(collective.axes, collective.mean, limit=request.compression.max_error)

@@ -60,9 +60,9 @@ def send_all(
     metrics = _means([(plan.buckets[number].size, sent[number].metrics) for number in order])
     in_order = [sent[number] for number in range(len(plan.buckets))]
     exactly = {index: leaves[index] for index, _ in plan.exact}
-    metrics |= collective.summary(
-        plan.buckets, [one.measured for one in in_order], [*exactly.values()]
-    )
+    if plan.request.measures:
+        measured = [one.measured for one in in_order]
+        metrics |= collective.summary(plan.buckets, measured, [*exactly.values()])
     with scopes.scope(scopes.EXACT):
         # Exact leaves come last: a backward pass has all of them only at its end.
         result, arrived = collective.exact(exactly, token)
