@@ -17,7 +17,7 @@ from dynamiq_jax._core.validation import check_integer, check_seed, is_integer, 
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._inputs.schedule import Schedule
-from dynamiq_jax._plan.of_arrays import plan_tree
+from dynamiq_jax._plan.plan import plan_tree
 from dynamiq_jax._run.driver import run_plan
 from dynamiq_jax._states.states import all_names, check_state_names, check_type, first_states
 

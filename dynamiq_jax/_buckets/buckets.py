@@ -163,7 +163,7 @@ class _Kind:
         fewest = -(-sum(sizes) // max(limit, _LEAST_PART))
         count = number_of_stripes(fewest, [*members.values()])
         size = sum(sizes) if count == 1 else Dealing(sizes, count).size
-        if why_exact := self._choose(size, None)[2]:
+        if why_exact := _choose(self, size, None)[2]:
             return [], why_exact
         if count == 1:
             return [self._bucket(indices, size)], ""
@@ -181,9 +181,9 @@ class _Kind:
         known = shapes if self.method.uses_shapes and not self.axes.fast else None
         may_cut = len(group) == 1 and not self.axes.fast and not self.method.uses_shapes
         step = _step(shape, max(limit, _LEAST_PART)) if may_cut and limit else size
-        if any(self._choose(part, known)[2] for part in {step, size % step} - {0}):
+        if any(_choose(self, part, known)[2] for part in {step, size % step} - {0}):
             step = size  # parts are too small: rather one bucket
-        if why_exact := self._choose(step, known)[2]:
+        if why_exact := _choose(self, step, known)[2]:
             return [], why_exact
         if step == size:
             return [self._bucket(indices, size, known)], ""
@@ -203,13 +203,9 @@ class _Kind:
         part: Part | None = None,
         stripe: Stripe | None = None,
     ) -> Bucket:
-        call, cost, _ = self._choose(size, shapes)
+        call, cost, _ = _choose(self, size, shapes)
         of_kind = self.method, self.dtype, size, self.split_over
         return Bucket(leaves, *of_kind, part, stripe, call, cost)
-
-    def _choose(self, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
-        part = self.axes.part_size(size, self.method.granule)
-        return _choose(part, self.axes, shapes, self.method, self.topology)
 
 
 def _refuse(group: Members, method: Method, rules: CutRules) -> NoReturn:
@@ -253,16 +249,15 @@ def _step(shape: tuple[int, ...], limit: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(
-    size: int, axes: Axes, shapes: Any, method: Method, topology: Topology
-) -> tuple[Call, WireCost, str | None]:
-    """Return the all-reduce of a part, its cost, and the reason to keep it exact, if any."""
-    num_workers = axes.slow.size
+def _choose(kind: _Kind, size: int, shapes: Any) -> tuple[Call, WireCost, str | None]:
+    """Return the all-reduce of a worker's part, its cost, and any reason to keep it exact."""
+    axes, topology, num_workers = kind.axes, kind.topology, kind.axes.slow.size
     topology.check(num_workers)
-    call = Call(size=size, axis=axes.slow, topology=topology, shapes=shapes)
-    cost = method.wire_cost(call)
-    exact = WireCost(payload_bytes=4 * -(-size // call.num_chunks))  # float32
+    part = axes.part_size(size, kind.method.granule)
+    call = Call(size=part, axis=axes.slow, topology=topology, shapes=shapes)
+    cost = kind.method.wire_cost(call)
+    exact = WireCost(payload_bytes=4 * -(-part // call.num_chunks))  # float32
     if topology.bytes_sent(cost, num_workers) <= topology.bytes_sent(exact, num_workers):
         return call, cost, None
-    why_exact = f"{size} coordinates over {num_workers} workers are too few to save bytes"
+    why_exact = f"{part} coordinates over {num_workers} workers are too few to save bytes"
     return call, cost, why_exact

@@ -138,16 +138,12 @@ class Compression:
     @override
     def __hash__(self) -> int:
         names = [field.name for field in dataclasses.fields(self) if field.name != "specs"]
-        leaves, structure = jax.tree.flatten(self.specs, is_leaf=_is_spec)
+        leaves, structure = jax.tree.flatten(self.specs)
         return hash((*(getattr(self, name) for name in names), tuple(leaves), structure))
 
 
 # What every function takes as `method`.
 Choice = Method | str | Rules | Compression
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, jax.sharding.PartitionSpec | jax.sharding.Sharding)
 
 
 def split_route(text: str) -> tuple[str, str | None]:

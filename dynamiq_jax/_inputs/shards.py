@@ -175,23 +175,6 @@ def split_over(
     return Shards(managed, reduced)
 
 
-def spread(specs: Any, tree: Any) -> list[Any]:
-    """Broadcast a tree of values, or a prefix of one, to a value for each leaf. It may be None.
-
-    Raises:
-      ValueError: values that are no prefix of the tree.
-    """
-
-    def is_none(spec: Any) -> bool:
-        return spec is None
-
-    # A list for each spec: None in specs is a leaf, and None in the tree is not.
-    of_each = jax.tree.map(
-        lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
-    )
-    return jax.tree.leaves(of_each, is_leaf=is_none)
-
-
 def leaf_specs(tree: Any, specs: Any, argument: str = "specs") -> list[PartitionSpec]:
     """Return the spec of every leaf of a tree, in flattened order.
 
@@ -206,15 +189,22 @@ def leaf_specs(tree: Any, specs: Any, argument: str = "specs") -> list[Partition
     # A module of specs, which is a tree, may be callable too.
     if callable(specs) and jax.tree_util.all_leaves([specs]):
         specs = specs(tree)
+
+    def is_none(spec: Any) -> bool:
+        return spec is None
+
     try:
-        given = spread(specs, tree)
+        # A list for each spec: None in specs is a leaf, and None in the tree is not.
+        given = jax.tree.map(
+            lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_none
+        )
     except ValueError as error:
         raise ValueError(
             f"{argument}={specs!r:.200} does not fit the tree: {error}. Give a tree of "
             "PartitionSpecs with the structure of the tree, or a prefix of it."
         ) from None
     of_leaves = []
-    for spec in given:
+    for spec in jax.tree.leaves(given, is_leaf=is_none):
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if not isinstance(spec, PartitionSpec | None) or P.UNCONSTRAINED in (spec or ()):
             raise TypeError(

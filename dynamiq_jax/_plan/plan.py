@@ -8,18 +8,18 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import PartitionSpec
 
 from dynamiq_jax._buckets.buckets import Bucket, sort_leaves
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._collectives.measured import measured
+from dynamiq_jax._inputs.checks import named_leaves
 from dynamiq_jax._inputs.request import Request
-from dynamiq_jax._inputs.shards import Shards
+from dynamiq_jax._inputs.shards import Shards, find_shards
 from dynamiq_jax._plan.state_names import state_name
 from dynamiq_jax.methods import Method
 from pallas_kernels._jax import compat
-
-P = PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plan:
             tuple(axis for axis in bucket.split_over if axis in self.shards.axes)
             for bucket in self.buckets
         ]
-        return tuple(P(names) if names else P() for names in axes)
+        return tuple(PartitionSpec(names) if names else PartitionSpec() for names in axes)
 
     def bytes_by_leaf(self, bucket: Bucket, sent: int) -> dict[int, float]:
         """Return the shares of the leaves of a bucket in its bytes, by their coordinates."""
@@ -124,6 +124,16 @@ class Plan:
         return tuple(
             group if buckets[group[0]].stripe is None else tuple(sorted(group)) for group in groups
         )
+
+
+def plan_tree(
+    collective: Collective, tree: Any, request: Request
+) -> tuple[Plan, tuple[Array, ...]]:
+    """Plan a call inside a program, and return the plan with the leaves of the tree."""
+    named, _ = named_leaves(tree)
+    leaves = tuple(leaf for _, leaf in named)
+    shards = find_shards([name for name, _ in named], leaves, tree, request.compression.specs)
+    return make_plan(collective, tree, named, shards, request), leaves
 
 
 def make_plan(

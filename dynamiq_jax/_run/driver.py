@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._buckets import order
 from dynamiq_jax._buckets.order import token_of
@@ -16,14 +16,11 @@ from dynamiq_jax._check.check import check
 from dynamiq_jax._collectives.collective import Collective
 from dynamiq_jax._inputs.request import RESET_STATES, Request
 from dynamiq_jax._plan import recording
-from dynamiq_jax._plan.of_arrays import plan_tree
-from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.loop import send_all
 from dynamiq_jax._run.sample import SampledKey
 from dynamiq_jax._states.states import NamedStates, by_name, specs_of, to_go_on_with
 from pallas_kernels._jax import compat
-
-P = PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)

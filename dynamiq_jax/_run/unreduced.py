@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._buckets.axes import AxisName, axis_names
 from dynamiq_jax._inputs.checks import named_leaves
 
-P = PartitionSpec
 Result = TypeVar("Result")
 
 

@@ -6,13 +6,13 @@ states, but a checkpoint holds those of one worker for all. Only a comparison at
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.axes import Axes
@@ -21,9 +21,6 @@ from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax.methods import State
 from pallas_kernels._jax import compat
-
-P = PartitionSpec
-Tree = TypeVar("Tree")
 
 OWNER = "worker"  # name of the record, among those of states
 _ANEW = (
@@ -43,7 +40,7 @@ def all_names(plan: Plan) -> tuple[str, ...]:
     return (*names, OWNER) if names else ()
 
 
-def specs_of(plan: Plan) -> dict[str, PartitionSpec]:
+def specs_of(plan: Plan) -> dict[str, P]:
     """Return the specs of the leading axis of the arrays of each state, and of the record."""
     specs = plan.bucket_specs
     of_states = {name: specs[number] for number, name in plan.state_names.items()}
@@ -79,17 +76,27 @@ def by_name(plan: Plan, states: States) -> NamedStates:
 def to_go_on_with(
     plan: Plan, states: NamedStates | None, token: Array | None
 ) -> tuple[States, Array | None, Array | None]:
-    """Return the states of one device for a step, the share of workers with states of others, and
-    the token to go on with.
+    """Return the states of one device for a step, without named ones those of a first step.
 
-    Without named states, they are those of a first step.
+    If any worker has states of another, all workers start anew together: parts of some states are
+    the same on all workers, or add up to others. The decision depends on the record alone, so it
+    can be sent while gradients are computed.
+
+    Returns:
+      States by bucket, the share of workers with states of others, and a token that is available
+      after the comparison.
     """
-    first, names = of_first_step(plan), plan.state_names
+    first, names, axes = of_first_step(plan), plan.state_names, plan.collective.axes
     if not states:
         return first, None, token
     local = jax.tree.map(lambda leaf: leaf[0], dict(states))
     own = tuple(local[names[n]] if n in names else () for n in range(len(plan.buckets)))
-    return reset_foreign(states[OWNER][0], own, first, plan.collective.axes, token)
+    with scopes.scope(scopes.STATES):
+        is_foreign = jnp.any(local[OWNER] != owner(axes))
+        count = lax.psum(after(token, is_foreign.astype(jnp.int32)), axes.names)
+    kept = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), first, own)
+    share = count.astype(jnp.float32) / np.float32(axes.num_workers)
+    return kept, share, token_of([count])
 
 
 def check_states(plan: Plan, states: NamedStates) -> None:
@@ -161,24 +168,3 @@ def owner(axes: Axes) -> Array:
     """Return the record of this worker, int32 [2]: its index, and the number of workers."""
     index = lax.axis_index(axes.names)
     return jnp.stack([index, jnp.full_like(index, axes.num_workers)])
-
-
-def reset_foreign(
-    record: Array, states: Tree, first: Tree, axes: Axes, token: Array | None
-) -> tuple[Tree, Array, Array | None]:
-    """Replace states by first ones on all workers if any worker has states of another.
-
-    All of them start anew together: parts of some states are the same on all workers, or add up to
-    others. The decision depends on the record alone, so it can be sent while gradients are
-    computed. `record` is from `owner` in an earlier step.
-
-    Returns:
-      States like the first ones, the share of workers with states of others, and a token that is
-      available after the comparison.
-    """
-    with scopes.scope(scopes.STATES):
-        is_foreign = jnp.any(record != owner(axes))
-        count = lax.psum(after(token, is_foreign.astype(jnp.int32)), axes.names)
-    kept = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), first, states)
-    share = count.astype(jnp.float32) / np.float32(axes.num_workers)
-    return kept, share, token_of([count])

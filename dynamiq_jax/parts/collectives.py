@@ -26,8 +26,7 @@ from dynamiq_jax._inputs.checks import check_chunked, check_floating, check_key,
 from dynamiq_jax._inputs.compression import Choice, split_route
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._inputs.shards import managed_axes
-from dynamiq_jax._plan.of_arrays import plan_tree
-from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._plan.recording import record
 from dynamiq_jax._plan.state_names import check_names
 from dynamiq_jax._plan.without_arrays import plan_without_arrays

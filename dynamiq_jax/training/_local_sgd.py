@@ -21,8 +21,7 @@ from dynamiq_jax._core.validation import check_integer, check_number, check_opti
 from dynamiq_jax._inputs.compression import Choice, Compression
 from dynamiq_jax._inputs.request import Request, resolve
 from dynamiq_jax._inputs.shards import leaf_specs
-from dynamiq_jax._plan.of_arrays import plan_tree
-from dynamiq_jax._plan.plan import Plan
+from dynamiq_jax._plan.plan import Plan, plan_tree
 from dynamiq_jax._run.driver import run
 from dynamiq_jax._states.states import all_names, check_type, first_states
 from dynamiq_jax.methods import DynamiQ
