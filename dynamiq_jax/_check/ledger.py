@@ -76,10 +76,9 @@ class Wait(NamedTuple):
 
 
 class Ledger:
-    """Ledger of a group of processes.
+    """Ledger of a group of processes, with keys made of the content of descriptions.
 
-    Descriptions have keys made of their content, so it does not matter in which order processes
-    trace. A round of a description gets one verdict: the service refuses a second one.
+    A round of a description gets one verdict: the service refuses a second one.
     """
 
     def __init__(self, client: Any, process: int, group: str):

@@ -1,9 +1,7 @@
 """Interface between methods and topologies: a bucket in chunks, equally many for each worker.
 
-A topology moves opaque payloads. A `ChunkCodec` makes them: the first payload of a chunk, and the
-payload of received partial sums (one in a ring, several in a butterfly or an all-to-all) plus the
-local values. It also decodes the final payloads. Several payloads are one tree, stacked on a
-leading axis. `RecodedChunks` decodes and encodes at each hop; `SummedChunks` adds what is encoded.
+A topology moves opaque payloads, which a `ChunkCodec` makes and decodes. Several payloads are one
+tree, stacked on a leading axis.
 """
 
 import abc

@@ -127,11 +127,11 @@ class Compression:
 
     @override
     def __repr__(self) -> str:
-        default, names = Compression(), [field.name for field in dataclasses.fields(self)]
+        default = Compression()
         texts = [
             f"{name}={spelled(value) if isinstance(value, Method | Topology) else repr(value)}"
-            for name in names
-            if (value := getattr(self, name)) != getattr(default, name)
+            for name, value in vars(self).items()
+            if value != getattr(default, name)
         ]
         return f"Compression({', '.join(texts)})"
 

@@ -107,8 +107,8 @@ def managed_axes(mesh: Any) -> dict[str, int]:
     }
 
 
-def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: Any) -> Shards:
-    """Find the split of the leaves of a tree over the axes that are not manual here.
+def find_shards(named: Sequence[tuple[str, Any]], tree: Any, specs: Any) -> Shards:
+    """Find the split of the leaves of a tree, by name, over the axes that are not manual here.
 
     Without specs of the user, shardings are those of the types.
 
@@ -119,12 +119,12 @@ def find_shards(names: Sequence[str], leaves: Sequence[Any], tree: Any, specs: A
     managed = managed_axes(mesh)
     given = None if specs is None else leaf_specs(tree, specs)
     if not managed:
-        return Shards({}, (P(),) * len(leaves))
+        return Shards({}, (P(),) * len(named))
     if given is None:
         if automatic := {name: managed[name] for name in mesh.auto_axes if name in managed}:
             raise unknown_specs(automatic)
-        given = [jax.typeof(leaf).sharding.spec for leaf in leaves]
-    return split_over(names, [leaf.shape for leaf in leaves], given, mesh, managed)
+        given = [jax.typeof(leaf).sharding.spec for _, leaf in named]
+    return split_over(named, given, mesh, managed)
 
 
 def unknown_specs(automatic: Mapping[str, int]) -> MistakeError:
@@ -150,27 +150,27 @@ def check_rank(argument: str, what: str, spec: PartitionSpec, shape: tuple[int, 
 
 
 def split_over(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    named: Sequence[tuple[str, Any]],
     specs: Sequence[PartitionSpec],
     mesh: Any,
     managed: Mapping[str, int],
 ) -> Shards:
-    """Reduce specs to some axes of a mesh, and check that they split leaves of some shapes."""
+    """Reduce specs to some axes of a mesh, and check that they split leaves by name."""
     reduced = tuple(over(spec, managed) for spec in specs)
-    for name, shape, spec, kept in zip(names, shapes, specs, reduced, strict=True):
+    for (name, leaf), spec, kept in zip(named, specs, reduced, strict=True):
         for axis in (axis for dimension in spec for axis in names_of(dimension)):
             if axis not in mesh.axis_names:
                 raise ValueError(
                     f"specs gives {spec} for tree{name}, but the mesh has no axis {axis!r}. Its "
                     f"axes are {mesh.axis_names}."
                 )
-        check_rank("specs", f"tree{name}", kept, shape)
-        for number, (size, dimension) in enumerate(zip(shape, kept, strict=False)):
+        check_rank("specs", f"tree{name}", kept, leaf.shape)
+        for number, (size, dimension) in enumerate(zip(leaf.shape, kept, strict=False)):
             if size % (count := _count(dimension, managed)):
                 raise ValueError(
-                    f"specs gives {kept} for tree{name} of shape {shape}, whose dimension {number} "
-                    f"does not split into {count} shards. Split another dimension, or give P()."
+                    f"specs gives {kept} for tree{name} of shape {leaf.shape}, whose dimension "
+                    f"{number} does not split into {count} shards. Split another dimension, or "
+                    "give P()."
                 )
     return Shards(managed, reduced)
 

@@ -131,9 +131,8 @@ def plan_tree(
 ) -> tuple[Plan, tuple[Array, ...]]:
     """Plan a call inside a program, and return the plan with the leaves of the tree."""
     named, _ = named_leaves(tree)
-    leaves = tuple(leaf for _, leaf in named)
-    shards = find_shards([name for name, _ in named], leaves, tree, request.compression.specs)
-    return make_plan(collective, tree, named, shards, request), leaves
+    shards = find_shards(named, tree, request.compression.specs)
+    return make_plan(collective, tree, named, shards, request), tuple(leaf for _, leaf in named)
 
 
 def make_plan(

@@ -27,37 +27,34 @@ def plan_without_arrays(
 ) -> Plan:
     """Plan a collective outside of a program; tree, axes and mesh are those of `wire_report`."""
     axes = _axes(axis_size, mesh)
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
-    leaves = list(map(_as_traced, names, jax.tree.leaves(tree)))
-    shards = _shards(names, leaves, tree, mesh, request.compression.specs, axes)
-    return make_plan(collective(axes), tree, list(zip(names, leaves, strict=True)), shards, request)
+    named = [_as_traced(*each) for each in jax.tree.leaves_with_path(tree)]
+    shards = _shards(named, tree, mesh, request.compression.specs, axes)
+    return make_plan(collective(axes), tree, named, shards, request)
 
 
-def _as_traced(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a leaf inside a program.
+def _as_traced(path: Any, leaf: Any) -> tuple[str, jax.ShapeDtypeStruct]:
+    """Return the name, and the shape and dtype, of a leaf inside a program.
 
     Numbers have 32 bits there unless `jax_enable_x64` is set.
     """
+    name = jax.tree_util.keystr(path)
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     checks.check_leaf(name, leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return name, jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _shards(
-    names: list[str], leaves: list[Any], tree: Any, mesh: Any, specs: Any, axes: Axes
-) -> Shards:
+def _shards(named: list[tuple[str, Any]], tree: Any, mesh: Any, specs: Any, axes: Axes) -> Shards:
     if (mesh is None) != (specs is None):
         given, missing = ("mesh", "specs") if specs is None else ("specs", "mesh")
         raise ValueError(
             f"{missing}=None, but {given} is given. Give both, or whole leaves and neither."
         )
     if mesh is None:
-        return Shards({}, (PartitionSpec(),) * len(leaves))
+        return Shards({}, (PartitionSpec(),) * len(named))
     further = {
         name: size for name, size in mesh.shape.items() if size > 1 and name not in axes.names
     }
-    shapes = [leaf.shape for leaf in leaves]
-    return split_over(names, shapes, leaf_specs(tree, specs), mesh, further)
+    return split_over(named, leaf_specs(tree, specs), mesh, further)
 
 
 def _axes(axis_size: Any, mesh: Any) -> Axes:

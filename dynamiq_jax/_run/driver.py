@@ -91,11 +91,10 @@ def _run_on_devices(
             plan, leaves, key, before, token, sampled_over
         )
         named = by_name(plan, after_step) if plan.state_names else {}
-        if plan.metrics:
-            zeros = {name: jnp.zeros((), jnp.float32) for name in plan.metrics}
-            metrics = {**zeros, **metrics}
-            if foreign is not None:
-                metrics |= {RESET_STATES: foreign}
+        zeros = {name: jnp.zeros((), jnp.float32) for name in plan.metrics}
+        metrics = {**zeros, **metrics}
+        if foreign is not None:
+            metrics |= {RESET_STATES: foreign}
         # Those of a method are of the parts of this device, also over axes that were manual before.
         others = frozenset[str]().union(*map(compat.varying_axes, metrics.values()))
         if axes := (*shards.axes, *sorted(others - {*shards.axes})):
