@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,24 +40,10 @@ AGREED, WENT_ON = Verdict("agreed"), Verdict("went on")
 class DescriptionRecord(NamedTuple):
     """Record of one description."""
 
-    rounds: Mapping[int, int]  # by process
+    present: Mapping[int, int]  # round of each process that runs the collective
     verdicts: Mapping[int, Verdict]  # by round
     late: Mapping[int, Verdict]  # differences found after processes of a round went on
-    compiled: frozenset[int]  # processes that compiled the program which they traced
-
-    @property
-    def present(self) -> dict[int, int]:
-        """Round of each process that runs the collective, which a difference prevents."""
-        return {
-            process: number
-            for process, number in self.rounds.items()
-            if not self.verdicts.get(number, AGREED).entries
-        }
-
-    @property
-    def compiling(self) -> list[int]:
-        """Processes that traced the program and have not compiled it yet."""
-        return sorted({*self.present} - self.compiled)
+    compiling: Sequence[int]  # processes that traced the program and have not compiled it yet
 
     @property
     def next_round(self) -> int:
@@ -106,12 +92,16 @@ class Ledger:
         for key, value in self._client.key_value_dir_get(f"{self._place}/{digest}/"):
             kind, number = key.split("/")[-2:]
             found[kind][int(number)] = value
-        return DescriptionRecord(
-            {process: int(value) for process, value in found["came"].items()},
-            {number: _verdict(value) for number, value in found["verdict"].items()},
-            {number: _verdict(value) for number, value in found["late"].items()},
-            frozenset(found["compiled"]),
-        )
+        verdicts = {number: _verdict(value) for number, value in found["verdict"].items()}
+        late = {number: _verdict(value) for number, value in found["late"].items()}
+        rounds = {process: int(value) for process, value in found["came"].items()}
+        # A difference prevents that a process runs the collective.
+        present = {
+            process: number
+            for process, number in rounds.items()
+            if not verdicts.get(number, AGREED).entries
+        }
+        return DescriptionRecord(present, verdicts, late, sorted({*present} - {*found["compiled"]}))
 
     def compiled(self, digest: str) -> None:
         """Record that this process has compiled the program of a description."""

@@ -131,14 +131,8 @@ class _Rows(NamedTuple):
     """Squared norms of rows of 256."""
 
     squares: Array  # in units of `scale**2`, 0 of rows that are not finite: float32 [rows]
-    is_bad: Array  # rows that are not finite: bool [rows]
     scale: Array  # largest magnitude
-
-    @property
-    def counts(self) -> tuple[Array, Array]:
-        """Rows that are not finite, and all rows: float32 scalars."""
-        count = compat.match_varying(jnp.float32(len(self.squares)), self.squares)
-        return jnp.sum(self.is_bad, dtype=jnp.float32), count
+    counts: tuple[Array, Array]  # rows that are not finite, and all rows: float32 scalars
 
 
 def _rows_of(value: Array) -> _Rows:
@@ -147,7 +141,9 @@ def _rows_of(value: Array) -> _Rows:
     rows = jnp.pad(value, (0, -value.size % SUPER_GROUP_SIZE)).reshape(-1, SUPER_GROUP_SIZE)
     squares = jnp.sum((rows * inverse_unit(scale)) ** 2, axis=1)  # at most 2^40 of finite rows
     is_bad = ~jnp.isfinite(squares)
-    return _Rows(jnp.where(is_bad, np.float32(0), squares), is_bad, scale)
+    count = compat.match_varying(jnp.float32(len(squares)), squares)
+    counts = jnp.sum(is_bad, dtype=jnp.float32), count
+    return _Rows(jnp.where(is_bad, np.float32(0), squares), scale, counts)
 
 
 def _scale_of(values: Array) -> Array:
