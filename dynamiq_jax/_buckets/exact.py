@@ -12,7 +12,6 @@ from jax import Array, lax
 from dynamiq_jax._buckets.axes import Axes
 from dynamiq_jax._buckets.cutting import cut, join
 from dynamiq_jax._buckets.order import after
-from dynamiq_jax._core import Axis
 from pallas_kernels._jax.compat import varying_axes
 
 
@@ -77,14 +76,8 @@ def bytes_of_owners(axes: Axes, methods: Iterable[Any]) -> int:
     return bytes_sent(axes, [np.zeros((), np.int32)]) if is_stateful else 0
 
 
-def reduce_scatter(leaf: Array, axis: Axis, dimension: int, tiled: bool) -> Array:
-    """Return the worker's part of the exact sum of one leaf, by the rules of `all_reduce`."""
-    wide = leaf.astype(scattered_dtype(leaf.dtype))
-    return axis.sum_scatter(wide, dimension, tiled=tiled).astype(leaf.dtype)
-
-
 def scattered_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which `reduce_scatter` sends a leaf of this dtype."""
+    """Return the dtype in which an exact reduce-scatter sends a leaf of this dtype."""
     if dtype == jnp.bool_:
         return np.dtype(np.int32)
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:

@@ -95,12 +95,11 @@ class ReduceScatter(_Half):
 
     @override
     def exact(self, leaves: Leaves, token: Array | None = None) -> tuple[Leaves, list[Array]]:
-        result = {
-            index: exact.reduce_scatter(
-                after(token, leaf), self.axes.slow, self._dimension(leaf), self.tiled
-            )
-            for index, leaf in leaves.items()
-        }
+        result = {}
+        for index, leaf in leaves.items():
+            wide = after(token, leaf).astype(exact.scattered_dtype(leaf.dtype))
+            part = self.axes.slow.sum_scatter(wide, self._dimension(leaf), tiled=self.tiled)
+            result[index] = part.astype(leaf.dtype)
         return result, [*result.values()]
 
     @override
