@@ -112,5 +112,5 @@ class Collective(abc.ABC):
     def summary(
         self, buckets: Sequence[Bucket], measured: Sequence[Any], exact_leaves: Sequence[Any]
     ) -> dict[str, Array]:
-        """Return metrics of all buckets together, float32 scalars, from `Reduced.measured`."""
+        """Return requested metrics of all buckets, float32 scalars, from `Reduced.measured`."""
         return {}
