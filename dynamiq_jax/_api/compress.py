@@ -77,7 +77,8 @@ def compress(
       this one, with the same donated and static arguments and shardings. Otherwise it is compiled
       when it is called outside of a trace: Python floats are arrays, and other arguments that are
       no arrays are constants, as is what it reads from its object. Its method `report` lists all
-      sums of the step, and `lower`, `trace` and `eval_shape` are those of `jax.jit`.
+      sums of the step, and `lower`, `trace` and `eval_shape` are those of `jax.jit`; `lower` and
+      `trace` of a step that is not jitted give a program of the arrays among its arguments.
 
     Raises:
       TypeError: `fun` or an argument is of the wrong kind; the step assigns arrays to its object.

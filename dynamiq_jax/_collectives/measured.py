@@ -99,4 +99,7 @@ def measured(collective: Collective, request: Request) -> Collective:
     """Add an estimate of errors to an all-reduce where the request needs one."""
     if not request.estimates or type(collective) is not AllReduce:
         return collective
-    return Measured(collective.axes, collective.mean, limit=request.compression.max_error)
+    of_all_reduce = {
+        each.name: getattr(collective, each.name) for each in dataclasses.fields(AllReduce)
+    }
+    return Measured(**of_all_reduce, limit=request.compression.max_error)

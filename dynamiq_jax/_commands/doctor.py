@@ -21,6 +21,7 @@ from dynamiq_jax._inspection.inspection import Inspection
 from dynamiq_jax._inspection.step import inspect_text
 from pallas_kernels import operations
 
+_LEAST = "4Ki"
 _REMEDY = "Write step.lower(...).compile().as_text() to a file, and give that."
 
 
@@ -63,7 +64,7 @@ class Doctor:
     cpu_devices: int | None = None
     """Run the script on as many virtual CPU devices, as one that is meant for several GPUs."""
 
-    least: str = "4Ki"
+    least: str = _LEAST
     """The first program in which each device sends at least this many bytes is taken as the train
     step."""
 
@@ -134,6 +135,10 @@ class Doctor:
             raise CommandError(f"{self.target} is cut off. {_REMEDY}")
         if self.cpu_devices is not None:
             raise CommandError("--cpu-devices is for a script: a compiled program has its devices.")
+        if self.arguments or self.least != _LEAST:
+            raise CommandError(
+                "--least and arguments are for a script, and a program does not run."
+            )
         if self.devices_per_host is not None and not meshes:
             raise CommandError("--devices-per-host needs --mesh, with all axes of the program.")
         count = re.search(r"num_partitions=(\d+)", text)

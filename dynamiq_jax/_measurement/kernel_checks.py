@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dynamiq_jax._console.environment import num_cores
 from dynamiq_jax._measurement.devices import on_all_processes
 from dynamiq_jax.methods import DynamiQ
 from pallas_kernels import modes, registry
@@ -124,7 +124,7 @@ def check_kernels(
     checks: list[KernelCheck] = []
     # Nearly all of the time is that of the compiler, which takes one core for an operation. The
     # interpreters of Pallas keep state for all threads of a process.
-    threads = 1 if interpret else min(_MOST_THREADS, os.cpu_count() or 1)
+    threads = 1 if interpret else min(_MOST_THREADS, num_cores())
     with ThreadPoolExecutor(threads) as pool:
         for name in cases:
             case = _CaseRun(name, interpret, timeout)

@@ -62,9 +62,10 @@ class ScheduledStep:
             what = f"No argument is known to be split over {axis!r}, and no map has that axis."
             remedies = [
                 "Split the rows of the batch: jax.device_put(batch, NamedSharding(mesh, "
-                f"PartitionSpec({axis!r}))). Inside of another jax.jit, jax.eval_shape or "
-                "jax.make_jaxpr, arguments have no shardings: give in_specs= of NamedShardings, or "
-                "of PartitionSpecs under jax.set_mesh, or call eval_shape and trace of the step."
+                f"PartitionSpec({axis!r}))). Inside of another jax.jit, dq.compress, "
+                "jax.eval_shape or jax.make_jaxpr, arguments have no shardings: give in_specs= of "
+                "NamedShardings, or of PartitionSpecs under jax.set_mesh, or call eval_shape and "
+                "trace of the step."
             ]
         remedies.append("Give missing_ok=True if this step may stay as it is.")
         raise ValueError(

@@ -9,6 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
+from dynamiq_jax._buckets.axes import Axes
+from dynamiq_jax._collectives.all_reduce import AllReduce
+from dynamiq_jax._collectives.measured import measured as add_estimate
+from dynamiq_jax._inputs.request import resolve
 from dynamiq_jax._measurement.gradients import worker_gradients
 from dynamiq_jax.methods import METHODS, ErrorFeedback
 from tests.support.gradients import of_workers, vnmse
@@ -329,6 +333,14 @@ def test_shards_are_counted_once():
 def test_impossible_limits(limit):
     with pytest.raises(ValueError, match="max_error="):
         dq.Compression(max_error=limit)
+
+
+@pytest.mark.parametrize("last_first", (True, False))
+def test_an_estimate_changes_nothing_else_of_an_all_reduce(last_first):
+    plain = AllReduce(Axes.of({"data": 2}), mean=True, last_first=last_first)
+    found = add_estimate(plain, resolve("dynamiq", measures=True))
+    assert type(found) is not AllReduce
+    assert {name: getattr(found, name) for name in vars(plain)} == vars(plain)
 
 
 @pytest.mark.parametrize("function", [dq.psum_scatter, dq.all_gather])

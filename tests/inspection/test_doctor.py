@@ -204,6 +204,8 @@ def test_options_that_do_not_fit_a_program_are_errors(tmp_path):
     for options, says in (
         ({"mesh": ("hosts=4", "local=4")}, "--mesh: hosts=4 local=4 has 16 devices"),
         ({"cpu_devices": 4}, "--cpu-devices is for a script"),
+        ({"least": "1Mi"}, "--least and arguments are for a script"),
+        ({"arguments": ("--batch", "4")}, "--least and arguments are for a script"),
         ({"devices_per_host": 2}, "--devices-per-host needs --mesh"),
         ({"mesh": ("data=4",), "workers": ("datta",)}, "'datta' is no axis of --mesh: data=4"),
     ):

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_what_is_no_message_is_refused():
     for wrong in (3, None, "x"):
         with pytest.raises(TypeError, match="Give the bytes of a message"):
             messages.Message.from_bytes(wrong)
+
+
+def test_the_time_to_refuse_a_header_grows_with_its_buckets():
+    """A small message of nothing but a header keeps nobody busy: their square is 400 times."""
+
+    def seconds(count: int) -> float:
+        leaves = (messages.Leaf(f"{number}", (1,), "float32", number) for number in range(count))
+        (form,) = islands.encode([np.zeros(512, np.float32)], key=KEY, method="bf16").formats
+        data = messages.Message(tuple(leaves), (form,) * count, b"").to_bytes()
+        start = time.process_time()
+        refused(data, "has a body of 0 bytes")
+        return time.process_time() - start
+
+    assert seconds(8000) < 80 * min(seconds(400) for _ in range(3))
 
 
 @pytest.mark.parametrize(

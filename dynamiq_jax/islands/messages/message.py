@@ -127,14 +127,15 @@ class Message:
 
     def parts(self) -> "Iterator[Part]":
         """Return the parts of the body, in order."""
-        buckets = [
-            tuple(leaf for leaf in self.leaves if leaf.bucket == number)
-            for number in range(len(self.formats))
-        ]
-        alone = [(leaf,) for leaf in self.leaves if leaf.bucket is None]
+        groups: list[list[Leaf]] = [[] for _ in self.formats]
+        for leaf in self.leaves:
+            if leaf.bucket is None:
+                groups.append([leaf])
+            else:
+                groups[leaf.bucket].append(leaf)
         start = 0
-        for leaves, form in itertools.zip_longest([*buckets, *alone], self.formats):
-            part = Part(leaves, form, start)
+        for leaves, form in itertools.zip_longest(groups, self.formats):
+            part = Part(tuple(leaves), form, start)
             yield part
             start += part.num_bytes
 
