@@ -213,7 +213,7 @@ def test_norms_are_compared_with_their_median(factors, large, limit, scale):
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in OF_CHANGES])
 def test_a_damaged_decision_leaves_the_reference_and_loses_no_change(damage, caplog):
     store = Memory(written=damaging("decision/00000001", DAMAGES[damage]))
-    islands, states = joined(store, **{**FIELDS, "deadline": 0.5})
+    islands, states = joined(store, **{**FIELDS, "deadline": 1.5})
     states = exchanged(islands, states, (1, 2, 3))
     same_round = exchanged(islands, states, (4, 5, 6))
     assert agree(same_round) and same_round[0].round == 2
@@ -345,7 +345,7 @@ def test_a_change_that_is_damaged_after_the_decision_is_kept_by_its_island(caplo
         return data
 
     store = Memory(written=written)
-    islands, states = joined(store, **{**FIELDS, "deadline": 0.5})
+    islands, states = joined(store, **{**FIELDS, "deadline": 1.5})
     before = exchanged(islands, states, (1, 2, 3))
     states = exchanged(islands, before, (4, 5, 6))
     assert agree(states) and near(states[0].reference, mean_change((4, 6), before[0].reference))
