@@ -12,7 +12,6 @@
     _mosaic_gpu     fused kernels for Hopper and newer, the successor of `_triton`
     _mosaic_tpu     fused kernels for TPUs from v5e on
     modes           kernels that are interpreted, or compiled for another machine
-    message_types   messages as bytes, words and units of 16 bits
     first_use       check of a backend before it is used on a kind of device
     trial           hard inputs of all operations, for comparisons of backends
     differences     bytes in which an output differs from that of the base

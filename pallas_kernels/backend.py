@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import message_types
 from pallas_kernels.codec import Index, Layout, LocalRows, Places, scales
 from pallas_kernels.codec.ordering import sort_words
 
@@ -130,11 +129,10 @@ class Backend(abc.ABC):
         if not takes_messages(operation) or arrays[0].dtype == self.message_dtype:
             return function(*arrays, **static)
         payloads, *others = arrays
-        results = function(message_types.convert(payloads, self.message_dtype), *others, **static)
+        results = function(payloads.view(self.message_dtype), *others, **static)
 
         def converted(result: Array) -> Array:
-            is_message = result.dtype == self.message_dtype
-            return message_types.convert(result, payloads.dtype) if is_message else result
+            return result.view(payloads.dtype) if result.dtype == self.message_dtype else result
 
         return jax.tree.map(converted, results)
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import message_types
 from pallas_kernels._jax.compat import has_mosaic_gpu, override, shape_like
 from pallas_kernels._mosaic_gpu import launch, message, rows
 from pallas_kernels._mosaic_gpu.blocks import for_each_block
@@ -67,7 +66,7 @@ class MosaicGpu(GpuBackend):
             pieces = rows.partial_sum(block, rows_ref, refs)
             rows.encode(block, pieces, turn_ref[0], seed_ref, sent_ref)
 
-        messages = [message_types.as_units(payloads)] if received else []
+        messages = [payloads.view(jnp.uint16)] if received else []
         sent = for_each_block(
             kernel,
             layout,
@@ -75,7 +74,7 @@ class MosaicGpu(GpuBackend):
             shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
             staged=local.rows.dtype,
         )
-        return message_types.of_units(sent)
+        return sent.view(jnp.uint8)
 
     @override
     def decompress_accumulate(
@@ -92,7 +91,7 @@ class MosaicGpu(GpuBackend):
         sums = for_each_block(
             kernel,
             layout,
-            [chunk, *local.places, local.rows.reshape(-1, *ROW), message_types.as_units(payloads)],
+            [chunk, *local.places, local.rows.reshape(-1, *ROW), payloads.view(jnp.uint16)],
             shape_like((layout.rows_per_chunk, *ROW), jnp.float32, local.rows),
             staged=local.rows.dtype,
         )
@@ -107,7 +106,7 @@ class MosaicGpu(GpuBackend):
         decoded = for_each_block(
             kernel,
             layout,
-            [0, *places, message_types.as_units(payloads)],
+            [0, *places, payloads.view(jnp.uint16)],
             shape_like((layout.num_rows, *ROW), jnp.float32, payloads),
             staged=jnp.float32,
             chunks=layout.num_chunks,

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import message_types
 from pallas_kernels._jax.compat import has_triton, override, shape_like
 from pallas_kernels._triton import message, rows
 from pallas_kernels._triton.blocks import LaunchConfig, for_each_block, launch
@@ -62,7 +61,7 @@ class Triton(GpuBackend):
                 pieces = rows.add_messages(block, pieces, received_ref, received)
             rows.encode(block, pieces, turn_ref[0], seed_ref, sent_ref)
 
-        messages = [message_types.as_units(payloads.reshape(-1))] if received else []
+        messages = [payloads.reshape(-1).view(jnp.uint16)] if received else []
         sent = for_each_block(
             kernel,
             layout,
@@ -71,7 +70,7 @@ class Triton(GpuBackend):
             shape_like((layout.payload_bytes // 2,), jnp.uint16, local.rows),
             first=lambda used, *refs: message.pad(layout, used, refs[-1]),
         )
-        return message_types.of_units(sent)
+        return sent.view(jnp.uint8)
 
     @override
     def decompress_accumulate(
@@ -88,7 +87,7 @@ class Triton(GpuBackend):
             kernel,
             layout,
             self._config,
-            [chunk, *local.places, local.rows, message_types.as_units(payloads.reshape(-1))],
+            [chunk, *local.places, local.rows, payloads.reshape(-1).view(jnp.uint16)],
             shape_like((layout.rows_per_chunk, SUPER_GROUP_SIZE), jnp.float32, local.rows),
         )
 
@@ -102,6 +101,6 @@ class Triton(GpuBackend):
             kernel,
             layout,
             self._config,
-            [None, *places, message_types.as_units(payloads.reshape(-1))],
+            [None, *places, payloads.reshape(-1).view(jnp.uint16)],
             shape_like((layout.num_rows, SUPER_GROUP_SIZE), jnp.float32, payloads),
         )

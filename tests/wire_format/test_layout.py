@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dynamiq_jax as dq
-from pallas_kernels import message_types
 from tests.support import oracle
 from tests.support.kernel_cases import small_layout
 
@@ -61,9 +60,7 @@ def test_sections_are_those_of_the_oracle(group_size, seed):
         swapped = [jnp.stack([b, a]) for a, b in zip(of_rows, others, strict=True)]
         # The scales of another message, in bytes or words.
         replaced = [
-            message_types.convert(
-                layout.with_scales_of(*(message_types.convert(m, dtype) for m in two)), jnp.uint8
-            )
+            layout.with_scales_of(*(m.view(dtype) for m in two)).view(jnp.uint8)
             for dtype in (jnp.uint8, jnp.uint32)
         ]
         joined = layout.message(planes, *of_rows)
