@@ -19,6 +19,7 @@ are interpreted or compiled for another machine (`Backend.needs_check`).
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import threading
@@ -47,12 +48,13 @@ _WIDTHS = (0, *range(2, 17), 5, 5, 5, 5)
 _HARD = ("zeros", "NaN", "tiny", "Inf", "many zeros")
 _DENSE_WIDTH = 7
 
-# Trials of outputs that are known: group size, gap ratio, rounding, and dtype of the local rows. So
-# many rows that several threads take part.
+# Quantizers and dtypes of the local rows of trials whose outputs are known. There are so many rows
+# that several threads take part.
+_quantizer = functools.partial(Quantizer, spacing="quadratic")
 KNOWN = {
-    "default": (32, 2.7, "correlated", jnp.float32),
-    "uniform": (8, 1.0, "independent", jnp.bfloat16),
-    "narrow gaps": (16, 1.3, "nearest", jnp.float16),
+    "default": (_quantizer(group_size=32, gap_ratio=2.7, rounding="correlated"), jnp.float32),
+    "uniform": (_quantizer(group_size=8, gap_ratio=1.0, rounding="independent"), jnp.bfloat16),
+    "narrow gaps": (_quantizer(group_size=16, gap_ratio=1.3, rounding="nearest"), jnp.float16),
 }
 _KNOWN_WIDTHS = (0, *range(2, 17)) * 5
 _FIRST = "first messages"
@@ -107,19 +109,13 @@ def refused() -> tuple[str, ...]:
 
 def small_trial() -> Trial:
     """Return the message that is compared."""
-    quantizer = Quantizer(group_size=32, spacing="quadratic", gap_ratio=2.7, rounding="correlated")
+    quantizer, _ = KNOWN["default"]
     return make_trial(quantizer, _WIDTHS, hard=_HARD, dense_width=_DENSE_WIDTH, apart=0)
 
 
 def known_trial(name: str) -> Trial:
     """Return a trial of `KNOWN`."""
-    group_size, gap_ratio, rounding, dtype = KNOWN[name]
-    quantizer = Quantizer(
-        group_size=group_size,
-        spacing="quadratic",
-        gap_ratio=gap_ratio,
-        rounding=rounding,  # type: ignore[arg-type]
-    )
+    quantizer, dtype = KNOWN[name]
     return make_trial(quantizer, _KNOWN_WIDTHS, dtype=np.dtype(dtype))
 
 
