@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -15,7 +14,7 @@ from pallas_kernels._mosaic_gpu import launch, message, rows
 from pallas_kernels._mosaic_gpu.blocks import for_each_block
 from pallas_kernels._mosaic_gpu.launch import ROW
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, Layout, LocalRows, Places
-from pallas_kernels.codec.rows import LARGEST_UNIT
+from pallas_kernels.codec.rows import LARGEST_UNIT, inverse_unit
 from pallas_kernels.pallas_backend import GpuBackend
 
 
@@ -44,9 +43,8 @@ class MosaicGpu(GpuBackend):
             pieces = launch.load_rows(shape, rows_ref, first)
             largest = _over_lanes(jnp.max, [jnp.abs(values) for values in pieces], jnp.maximum)
             # As `codec.l2_norm`, of values that several threads hold.
-            unit, one = jnp.minimum(largest, LARGEST_UNIT), np.float32(1)
-            inverse = jnp.where(unit > np.finfo(np.float32).tiny, one / unit, one)
-            inverse = launch.spread(inverse, shape, (0,))
+            unit = jnp.minimum(largest, LARGEST_UNIT)
+            inverse = launch.spread(inverse_unit(unit), shape, (0,))
             squares = _over_lanes(jnp.sum, [jnp.square(v * inverse) for v in pieces], operator.add)
             norms = norms_ref.at[pl.ds(first, count)]
             launch.store(norms, (count,), unit * jnp.sqrt(squares))

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import modes
-from pallas_kernels.codec import SUPER_GROUP_SIZE, Index
+from pallas_kernels.codec import Index
 
 ROW = PIECES, LANES = 8, 32  # of a row, of a piece
 MOST_ROWS = 16  # of a block
@@ -152,6 +152,3 @@ def _layout(shape: Shape) -> Any:
         vector_dim=-1,
         _check_canonical=False,
     ).canonicalize()
-
-
-assert PIECES * LANES == SUPER_GROUP_SIZE

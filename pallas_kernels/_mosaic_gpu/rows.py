@@ -29,7 +29,7 @@ from pallas_kernels.codec.arithmetic import (
     nearest_whole,
 )
 from pallas_kernels.codec.bit_planes import transpose
-from pallas_kernels.codec.levels import Levels, round_to_level
+from pallas_kernels.codec.levels import Levels, round_to_level, top_code
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
 Pieces = Sequence[Array]  # float32, of the shape of a block
@@ -69,7 +69,7 @@ def decode(block: Block, received: message.Received) -> Iterator[Array]:
         transpose([block.merge(plane) for plane in received.planes[low : low + 8]])
         for low in range(0, block.bits, 8)
     ]
-    top = float_to_code(block.levels.top)
+    top = top_code(block.levels)
     mask = jnp.where(top == np.uint32(0), top, (top << np.uint32(1)) | np.uint32(1))
     step = block.spread(scales.scale_step(received.super_bits), (0,), rank=len(block.groups))
     levels = _spread_levels(block)

@@ -25,8 +25,7 @@ from pallas_kernels._mosaic_tpu.vectors import (
     take_lanes,
 )
 from pallas_kernels.codec import MAX_WIDTH, Layout
-from pallas_kernels.codec.arithmetic import float_to_code
-from pallas_kernels.codec.levels import Levels, QuadraticLevels
+from pallas_kernels.codec.levels import Levels, QuadraticLevels, top_code
 
 NUM_STARTS = MAX_WIDTH + 1  # of the planes of a chunk
 _LEAST_SQUARE = np.float32(2.0**-60)
@@ -79,8 +78,7 @@ class Block:
         for bit in range(max(layout.allocation.widths)):
             widths = widths + (places < starts[bit + 1] - starts[bit]).astype(I32)
         levels = _levels(layout, widths, table_ref)
-        top = float_to_code(jnp.asarray(levels.top))
-        return cls(layout, chunk, first, starts, places, widths, levels, top)
+        return cls(layout, chunk, first, starts, places, widths, levels, top_code(levels))
 
     def has_wider(self, width: int) -> Array:
         """Return whether a place has codes of more bits."""

@@ -37,10 +37,7 @@ from pallas_kernels.codec.bit_planes import UNIT
 from pallas_kernels.codec.layout import Layout
 from pallas_kernels.codec.scales import energies_of
 
-_UNIT = UNIT // 4  # words
 _PLANES_OF_BRANCH = 4
-_BYTE = np.uint32(0xFF)
-_HALF = np.uint32(0xFFFF)
 
 
 class Scales(NamedTuple):
@@ -83,7 +80,7 @@ def _for_planes(block: Block, bits: int, step: Callable[[int], None]) -> None:
 
 
 def _first_word(block: Block, bit: int) -> Array:
-    return _UNIT * (block.starts[bit] + block.first)
+    return UNIT // 4 * (block.starts[bit] + block.first)
 
 
 def load_scales(layout: Layout, first: Array, message_ref) -> Scales:
@@ -155,7 +152,7 @@ def merge_scales(block: Block, of_rows: Scales, message_ref) -> None:
 def _groups(layout: Layout, eighths: Sequence[Array]) -> list[Array]:
     """Return the group scales from the words that hold those of every eighth."""
     shifts = _shifts_of_groups(layout)
-    return [(word >> shift) & _BYTE for word, shift in zip(eighths, shifts, strict=True)]
+    return [(word >> shift) & np.uint32(0xFF) for word, shift in zip(eighths, shifts, strict=True)]
 
 
 def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
@@ -171,7 +168,7 @@ def _or_over_groups(parts: Sequence[Array], layout: Layout) -> Array:
 
 def _half(word: Array, index: Array) -> Array:
     """Return the lower half of a word for an even index, and the upper one for an odd one."""
-    return (word >> ((index & 1) << 4).astype(U32)) & _HALF
+    return (word >> ((index & 1) << 4).astype(U32)) & np.uint32(0xFFFF)
 
 
 def _first_group_word(layout: Layout, first: Array) -> Array:

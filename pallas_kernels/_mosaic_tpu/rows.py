@@ -35,8 +35,6 @@ from pallas_kernels.codec.bit_planes import UNIT, transpose
 from pallas_kernels.codec.levels import level_bits
 from pallas_kernels.codec.rounding import half_to_offset, lane_words, row_words
 
-_SIGNS = 31  # the shift that repeats a sign in all bits
-
 
 def vector_of(index: int) -> Any:
     """Return where register `index` of the values lies."""
@@ -125,7 +123,7 @@ def _codes(
     offset: Array | np.float32 = np.float32(0.5)
     if noise is not None:
         # All bits of a negative value: they mirror an offset, see `codec.encode_rows`.
-        signs = (lax.bitcast_convert_type(bits, I32) >> _SIGNS).astype(U32)
+        signs = (lax.bitcast_convert_type(bits, I32) >> 31).astype(U32)
         mirrored = noise ^ signs
         offset = half_to_offset(mirrored >> np.uint32(16) if half else mirrored)
     magnitude = level_bits(t, offset, block.levels, ops) & block.top

@@ -1,6 +1,6 @@
 """PTX instructions for operations that JAX lowers to more instructions than the hardware needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -114,16 +114,7 @@ def magnitude_bits(values: Array) -> Array:
 
 def _on_pairs(ptx: str, values: Array, registers: str) -> Array:
     """Apply PTX, of results $0 and $1, to pairs of values that a thread holds, to float32."""
-    from jax.experimental.pallas import triton
-
-    (result,) = triton.elementwise_inline_asm(
-        ptx,
-        args=[values],
-        constraints=f"=f,=f,{registers}",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, jnp.float32)],
-    )
-    return result
+    return _inline(ptx, [values], f"=f,=f,{registers}", jnp.float32, pack=2)
 
 
 def _permute(first: Array, second: Array | np.int32, selector: Array | np.int32) -> Array:
@@ -148,30 +139,37 @@ def _instruction(ptx: str, dtype: DTypeLike = jnp.float32) -> Callable[..., Arra
     register = "f" if dtype == jnp.float32 else "r"
 
     def apply(*operands: Any) -> Array:
-        from jax.experimental.pallas import triton
-
         values = jnp.broadcast_arrays(*map(jnp.asarray, operands))
         names = ", ".join(f"${i}" for i in range(len(values) + 1))
-        (result,) = triton.elementwise_inline_asm(
-            ptx if "$" in ptx else f"{ptx} {names};",
-            args=values,
-            constraints=",".join(["=" + register] + [register] * len(values)),
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(values[0].shape, dtype)],
-        )
-        return result
+        text = ptx if "$" in ptx else f"{ptx} {names};"
+        return _inline(text, values, ",".join(["=" + register] + [register] * len(values)), dtype)
 
     return apply
 
 
+def _inline(
+    ptx: str, values: Sequence[Array], constraints: str, dtype: DTypeLike, pack: int = 1
+) -> Array:
+    """Apply PTX to every `pack` elements that a thread holds of values of one shape."""
+    from jax.experimental.pallas import triton
+
+    (result,) = triton.elementwise_inline_asm(
+        ptx,
+        args=values,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(values[0].shape, dtype)],
+    )
+    return result
+
+
 # Triton never contracts a product and a sum, and guards roots and reciprocals against subnormals,
 # of which there are none here.
-_PTX = Arithmetic(
+_PTX = PLAIN._replace(
     multiply_add=_instruction("fma.rn.f32"),
     multiply_subtract=_instruction("{.reg .f32 c; neg.f32 c, $3; fma.rn.f32 $0, $1, $2, c;}"),
     multiply_to_one=_instruction("mul.rn.sat.f32"),
     sqrt=_instruction("sqrt.approx.ftz.f32"),
     reciprocal=_instruction("rcp.approx.ftz.f32"),
-    ceil=PLAIN.ceil,
     nearest_whole=nearest_whole,
 )

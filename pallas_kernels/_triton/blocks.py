@@ -76,15 +76,12 @@ class Block:
     starts_ref: Any  # of planes, see `Places`
     low_starts: list[Array]  # those of the first eight planes, read once
 
-    def start(self, bit: int) -> Array:
-        """Return the first unit of a plane, int32."""
-        few = bit < len(self.low_starts)
-        return self.low_starts[bit] if few else self.starts_ref[self.chunk, bit]
-
     def plane(self, bit: int) -> Array:
         """Return where the rows lie in a plane: int32 [rows, 16], in 16-bit units of a message."""
         own = (self.place * (UNIT // 2))[:, None] + iota(UNIT // 2)[None, :]
-        return own + self.start(bit) * (UNIT // 2)
+        few = bit < len(self.low_starts)
+        start = self.low_starts[bit] if few else self.starts_ref[self.chunk, bit]
+        return own + start * (UNIT // 2)
 
 
 def for_each_block(
