@@ -6,12 +6,10 @@ Their blocks have bytes beside their codes. The bytes and the decoded bits are t
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels._native.backend import call, loaded, one, rows_of
+from pallas_kernels._native.backend import call, loaded, message_of, one, rows_of
 from pallas_kernels.codec import SUPER_GROUP_SIZE, Index, row_bytes
 
 # In the order of `Kernels::blocks`, with the bytes that a row has beside its codes.
@@ -47,9 +45,8 @@ class NativeBlocks:
           chunk: index of the chunk in the bucket.
           seed: uint32 [2].
         """
-        message = jax.ShapeDtypeStruct((self.payload_bytes,), jnp.uint8)
         operands = [payloads, loaded(rows), one(place), one(chunk), seed, one(turn)]
-        noisy = np.int64(self.is_noisy)
+        noisy, message = np.int64(self.is_noisy), message_of(self.payload_bytes)
         return call("block_hop", message, operands, **self._attributes, is_noisy=noisy)
 
     def accumulate(self, payloads: Array, rows: Array, place: Index) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import _native
-from pallas_kernels._native.backend import call
+from pallas_kernels._native.backend import call, message_of
 
 
 def is_here() -> bool:
@@ -29,8 +29,7 @@ def encode(rows: Array, size: int, *, keep: int, bits: int, factor: np.float32) 
       factor: of the scale of a block.
     """
     fields = {"keep": np.int64(keep), "bits": np.int64(bits)}
-    message = jax.ShapeDtypeStruct((size,), jnp.uint8)
-    return call("sparse_encode", message, [rows], **fields, factor=factor)
+    return call("sparse_encode", message_of(size), [rows], **fields, factor=factor)
 
 
 def decode(message: Array, shape: tuple[int, int], *, keep: int, bits: int) -> Array:

@@ -68,7 +68,7 @@ class Native(Backend):
     ) -> Array:
         return call(
             "hop",
-            _message(layout),
+            message_of(layout.payload_bytes),
             [*_inputs(payloads, local, chunk, layout), local.seed, one(turn)],
             **_attributes(layout),
             rounding=np.int64(_ROUNDINGS[layout.quantizer.rounding]),
@@ -85,7 +85,7 @@ class Native(Backend):
     def scaled_sums(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> tuple[Array, Array]:
-        results = rows_of(layout.rows_per_chunk), _message(layout)
+        results = rows_of(layout.rows_per_chunk), message_of(layout.payload_bytes)
         inputs = _inputs(payloads, local, chunk, layout)
         return call("scaled_sums", results, inputs, **_attributes(layout))
 
@@ -110,8 +110,9 @@ def _inputs(payloads: Array, local: LocalRows, chunk: Index, layout: Layout) -> 
     return [payloads, loaded(local.rows), *local.places, one(chunk), _levels(layout)]
 
 
-def _message(layout: Layout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((layout.payload_bytes,), jnp.uint8)
+def message_of(size: int) -> jax.ShapeDtypeStruct:
+    """Describe a message of some bytes."""
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 
 def rows_of(count: int) -> jax.ShapeDtypeStruct:

@@ -212,6 +212,6 @@ def test_sources_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             copy(sources, table)
-    message = r"size=4 is less than the 9 coordinates of float32\[9\]\. Give at least as many"
+    message = "columns 0 to 9 of result 0, which has 4 columns. Give a segment inside"
     with pytest.raises(ValueError, match=message):
         pad(jnp.zeros(9), 4)
