@@ -1,13 +1,8 @@
 """Operations in C++ for CPUs, as custom calls of XLA on its own threads.
 
-From the bottom up:
-
-    build     how the sources are compiled
-    library   how the library is loaded, or why it is not used
-    backend   the operations on arrays of JAX
-
-`src` has the operations in C++: each file begins with what it holds. The package works without the
-library, which needs a C++ compiler where the package is built.
+From the bottom up: `build`, `library`, `backend`. `src` has the operations in C++: each file begins
+with what it holds. The package works without the library, which needs a C++ compiler where the
+package is built.
 """
 
 from pallas_kernels._native.backend import Native

@@ -1,17 +1,7 @@
 """The DynamiQ codec in pure JAX: the specification in `docs/wire_format.md`.
 
-Every kernel reproduces it. Nothing here communicates. From the bottom up:
-
-    arithmetic  elementary operations that each backend may implement differently
-    packing     codes of one width to bytes
-    bit_planes  codes of different widths to bytes
-    levels      magnitudes to codes and back
-    rounding    shared random offsets
-    scales      scales of groups and super-groups
-    rows        rows to norms, codes and scales, and back
-    allocation  bits to rows
-    layout      shape of a bucket on the wire
-    ordering    rows to places
+Every kernel reproduces it. Nothing here communicates. From the bottom up: `arithmetic`, `packing`,
+`bit_planes`, `levels`, `rounding`, `scales`, `rows`, `allocation`, `layout`, `ordering`.
 """
 
 from pallas_kernels.codec import bit_planes, packing, scales

@@ -4,8 +4,7 @@ Rows of a message are sorted by width, widest first. So plane k, which holds bit
 covers the first rows of the message, and a message is its planes one after the other. Where a plane
 starts follows from the number of rows in each: widths are data, and shapes do not depend on them.
 
-A byte of a plane holds lanes that lie far apart (`j`, `j + 32`, ...). Packing and unpacking are
-then shifts of whole contiguous slices, which vectorize on a CPU and stay coalesced on a GPU.
+A byte of a plane holds lanes that lie far apart (`j`, `j + 32`, ...), as those of `packing` do.
 """
 
 import functools
@@ -153,7 +152,6 @@ def _rows_from(start: Array, units: Array, count: int) -> Array:
 
 def _spread(plane: UInt8[Array, "rows 32"], flags: Array, bit: int) -> UInt8[Array, "rows 8 32"]:
     """Spread the bits of bytes to one bit of as many bytes."""
-    # An eighth of a row is the largest piece that is one slice at one bit. With an axis of its own
-    # for it, XLA:CPU fuses all of this and vectorizes inside the eighth. Bytes have no shift there.
+    # In eighths of rows, for the reason of `packing.unpack`. Vectors of bytes have no shift.
     has_bit = (plane[:, None, :] & flags) != 0
     return jnp.where(has_bit, np.uint8(1 << bit), np.uint8(0))
