@@ -118,9 +118,7 @@ def copy(sources: Sequence[Array], table: Table, *, fusible: bool = False) -> li
     """
     if not table.results:
         return []
-    alike: list[Array] = list(sources)  # varying over the same axes
-    for one in {compat.varying_axes(source): source for source in sources}.values():
-        alike = compat.match_varying(alike, one)
+    alike = compat.match_varying(list(sources), *sources)
     return _copy.bind(*alike, table=table, fusible=fusible)
 
 
@@ -181,10 +179,10 @@ def slices(sources: Sequence[Array], table: Table, *, share_kernels: bool = Fals
 
 
 def _abstract(*sources: Any, table: Table, fusible: bool) -> list[Any]:
-    if len(sources) != len(table.sources) or not sources:
+    if len(sources) != len(table.sources):
         raise ValueError(
             f"There are {len(sources)} sources, and the table is of {len(table.sources)}. Give as "
-            "many, and at least one."
+            "many."
         )
     first = sources[0]
     for number, (source, columns) in enumerate(zip(sources, table.sources, strict=True)):

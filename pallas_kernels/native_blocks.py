@@ -6,7 +6,6 @@ Their blocks have bytes beside their codes. The bytes and the decoded bits are t
 
 import dataclasses
 
-import numpy as np
 from jax import Array
 
 from pallas_kernels._native.backend import call, loaded, message_of, one, rows_of
@@ -46,8 +45,8 @@ class NativeBlocks:
           seed: uint32 [2].
         """
         operands = [payloads, loaded(rows), one(place), one(chunk), seed, one(turn)]
-        noisy, message = np.int64(self.is_noisy), message_of(self.payload_bytes)
-        return call("block_hop", message, operands, **self._attributes, is_noisy=noisy)
+        message, is_noisy = message_of(self.payload_bytes), int(self.is_noisy)
+        return call("block_hop", message, operands, **self._attributes, is_noisy=is_noisy)
 
     def accumulate(self, payloads: Array, rows: Array, place: Index) -> Array:
         """Return the sum that `hop` encodes, float32 [rows, 256]."""
@@ -60,9 +59,9 @@ class NativeBlocks:
         return call("block_decompress", values, [payloads], **self._attributes)
 
     @property
-    def _attributes(self) -> dict[str, np.int64]:
+    def _attributes(self) -> dict[str, int]:
         return {
-            "format": np.int64(list(FORMATS).index(self.name)),
-            "width": np.int64(self.width),
-            "rows_of_chunk": np.int64(self.rows),
+            "format": list(FORMATS).index(self.name),
+            "width": self.width,
+            "rows_of_chunk": self.rows,
         }

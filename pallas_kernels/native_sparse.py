@@ -28,11 +28,10 @@ def encode(rows: Array, size: int, *, keep: int, bits: int, factor: np.float32) 
       bits: of a value, 1 to 4.
       factor: of the scale of a block.
     """
-    fields = {"keep": np.int64(keep), "bits": np.int64(bits)}
-    return call("sparse_encode", message_of(size), [rows], **fields, factor=factor)
+    return call("sparse_encode", message_of(size), [rows], keep=keep, bits=bits, factor=factor)
 
 
 def decode(message: Array, shape: tuple[int, int], *, keep: int, bits: int) -> Array:
     """Decode a message, uint8, to float32 of a shape [blocks, coordinates]; see `encode`."""
-    fields = {"keep": np.int64(keep), "bits": np.int64(bits)}
-    return call("sparse_decode", jax.ShapeDtypeStruct(shape, jnp.float32), [message], **fields)
+    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return call("sparse_decode", rows, [message], keep=keep, bits=bits)

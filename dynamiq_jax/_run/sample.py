@@ -46,9 +46,8 @@ def fold_in_sample(
     if not leaves:
         return key
     samples = [_bits_of(_sample(leaf)).reshape(-1) for leaf in leaves]
-    for one in {compat.varying_axes(sample): sample for sample in samples}.values():
-        samples = compat.match_varying(samples, one)
-    word = after(token, _hash_of(jnp.concatenate(samples)))
+    joined = jnp.concatenate(compat.match_varying(samples, *samples))
+    word = after(token, _hash_of(joined))
     if axis_names:
         place = mix(lax.axis_index(tuple(axis_names)).astype(jnp.uint32) + np.uint32(1))
         word = lax.psum(mix(word ^ place), tuple(axis_names))

@@ -58,9 +58,9 @@ def tracks_varying(axis_name: str) -> bool:
     return axis_name in varying_axes(lax.axis_index(axis_name))
 
 
-def match_varying(values: Tree, reference: Array | Described) -> Tree:
-    """Mark values as varying over the axes of `reference`, as a loop carry has to be."""
-    axes = varying_axes(reference)
+def match_varying(values: Tree, reference: Array | Described, *others: Array | Described) -> Tree:
+    """Mark values as varying over the axes of references, as a loop carry has to be."""
+    axes = varying_axes(reference).union(*map(varying_axes, others))
 
     def mark(value: Array) -> Array:
         missing = tuple(axes - varying_axes(value))

@@ -71,7 +71,7 @@ class Native(Backend):
             message_of(layout.payload_bytes),
             [*_inputs(payloads, local, chunk, layout), local.seed, one(turn)],
             **_attributes(layout),
-            rounding=np.int64(_ROUNDINGS[layout.quantizer.rounding]),
+            rounding=_ROUNDINGS[layout.quantizer.rounding],
         )
 
     @override
@@ -134,23 +134,23 @@ def _levels(layout: Layout) -> Array:
     return jnp.asarray(layout.quantizer.level_table()[0])
 
 
-def _attributes(layout: Layout) -> dict[str, np.int64]:
-    return {"units": np.int64(layout.units), "group_size": np.int64(layout.group_size)}
+def _attributes(layout: Layout) -> dict[str, int]:
+    return {"units": layout.units, "group_size": layout.group_size}
 
 
 def call(
     operation: str,
     results: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
     operands: list[Array],
-    **attributes: np.int64 | np.float32,
+    **attributes: int | np.float32,
 ) -> Any:
     """Run a custom call of `library.CALLS`, whose operands and results vary over the same axes.
 
-    The attributes are static numbers. It returns what `results` describes: an array, or several.
+    The attributes are static numbers; integers have 64 bits. It returns what `results` describes:
+    an array, or several.
     """
     operands = [jnp.asarray(operand) for operand in operands]
-    for operand in list(operands):
-        operands = match_varying(operands, operand)
+    operands = match_varying(operands, *operands)
     run = jax.ffi.ffi_call(library.target(operation), results, vmap_method="sequential")
     # JAX takes the results of any custom call for values that do not vary.
     return match_varying(run(*operands, **attributes), operands[0])
