@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     laws: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
+        if any(mark.name in ("optimized", "frames") for mark in item.own_markers):
+            raise pytest.UsageError(f"{item.nodeid}: give its mark to the file, as pytestmark.")
         if item.get_closest_marker("slow") is None:
             laws[item.nodeid.partition("[")[0]].append(item)
     for cases in laws.values():
