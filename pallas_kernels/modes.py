@@ -18,11 +18,6 @@ def without_gpu(mode: Literal["interpret", "compile"]) -> Iterator[None]:
         _without_gpu.reset(token)
 
 
-def current() -> str | None:
-    """Return the mode: "interpret", "compile" for another machine, or None for this one."""
-    return _without_gpu.get()
-
-
 def interpreting() -> bool:
     """Return whether kernels are interpreted."""
     return _without_gpu.get() == "interpret"

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import settings
 from jax.sharding import AxisType, Mesh
 
-from dynamiq_jax._run import loop
 from pallas_kernels import _xla
 from tests.conformance import rows
 from tests.support import broken_backends, speed
@@ -107,17 +106,8 @@ def forgotten_traces() -> Iterator[None]:
     """Forget how the codec was traced for the layouts of files, once they take gigabytes."""
     yield
     if speed.memory() > MOST_MEMORY:
-        operations = _xla.statistics, _xla.hop, _xla.decompress_accumulate, _xla.decompress
-        for traced in (*operations, loop.transfer_bucket):
-            traced.clear_cache()
-
-
-@pytest.fixture
-def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Forget the traces of transfers, which are those of the code before and after a test."""
-    loop.transfer_bucket.clear_cache()
-    yield monkeypatch
-    loop.transfer_bucket.clear_cache()
+        for operation in (_xla.statistics, _xla.hop, _xla.decompress_accumulate, _xla.decompress):
+            operation.clear_cache()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,12 @@ from dynamiq_jax._buckets import scopes
 from dynamiq_jax._buckets.buckets import Bucket
 from dynamiq_jax._buckets.cutting import as_vector
 from dynamiq_jax._buckets.order import after, token_of
-from dynamiq_jax._collectives.collective import Collective, Leaves
+from dynamiq_jax._collectives.collective import Leaves
 from dynamiq_jax._plan.plan import Plan
 from dynamiq_jax._run.cuts import Carried, Cut, cut, joined
 from dynamiq_jax._run.sample import fold_in_sample
 from dynamiq_jax._states.states import States
 from dynamiq_jax.methods import Reduced, State
-from pallas_kernels import modes
 
 Transfer = Callable[[Bucket, Array, Array, State], Reduced]
 
@@ -117,35 +115,26 @@ def send_group(
 
 
 def transfer_of(plan: Plan) -> Transfer:
-    """Return the transfer of a bucket. What a worker applied is left out."""
+    """Return the transfer of a bucket, which is traced once for all buckets of one program.
+
+    Returns:
+      Function of a bucket, its vector, its key and its state. What a worker applied is left out.
+    """
+
+    def transfer(bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
+        reduced = plan.collective.transfer(bucket, flat, key, state)
+        names = plan.request.metrics([bucket.method])
+        metrics = {name: reduced.metrics[name] for name in names if name in reduced.metrics}
+        return dataclasses.replace(reduced, applied=None, metrics=metrics)
+
+    jitted = jax.jit(transfer, static_argnums=0)
 
     def run(bucket: Bucket, flat: Array, key: Array, state: State) -> Reduced:
-        names = plan.request.metrics([bucket.method])
         # Without jit, the loops of a codec would take minutes.
         with jax.disable_jit(False):
-            sent: Reduced = transfer_bucket(
-                plan.collective, bucket.program, names, modes.current(), flat, key, state
-            )
-        return sent
+            return jitted(bucket.program, flat, key, state)
 
     return run
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def transfer_bucket(
-    collective: Collective,
-    bucket: Bucket,
-    metrics: tuple[str, ...],
-    mode: str | None,  # in which kernels are traced, as JAX cannot know
-    *arrays: Any,
-) -> Reduced:
-    """Transfer a bucket: its vector, key and state.
-
-    JAX traces this once for all buckets that are alike, in all programs.
-    """
-    reduced = collective.transfer(bucket, *arrays)
-    named = {name: reduced.metrics[name] for name in metrics if name in reduced.metrics}
-    return dataclasses.replace(reduced, applied=None, metrics=named)
 
 
 def key_of(key: Array, bucket: Bucket, number: Any) -> Array:

@@ -76,15 +76,3 @@ def test_steps_with_a_state(name, data_mesh):
 def test_topologies(topology, data_mesh):
     arguments = {"method": dq.Compression(STOCHASTIC, topology), "key": KEY}
     check_equals_loop(data_mesh(NUM_WORKERS), lambda g: dq.psum(g, "data", **arguments))
-
-
-def test_calls_outside_of_jit_compile_a_transfer_once(caplog):
-    mean = jax.vmap(functools.partial(dq.pmean, axis_name="data", key=KEY), axis_name="data")
-    values = gradients()[:, 0]
-    compilations = []
-    for _ in range(2):
-        caplog.clear()
-        with jax.log_compiles():
-            mean(values)
-        compilations.append(caplog.text.count("Compiling jit(transfer_bucket)"))
-    assert compilations == [1, 0]
