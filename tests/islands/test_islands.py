@@ -75,6 +75,9 @@ def test_files_of_others_in_the_folders_of_a_run_are_no_rounds_and_no_islands(tm
         assert folder.put(f"here/{each:08}/.nfs01", b"")
         (state,) = exchanged([island], [state], [each])
     assert [record.here for record in history(folder)] == [("a",)] * 4
+    assert [record.number for record in history(folder, last=1)] == [3]
+    with pytest.raises(ValueError, match="last=0"):
+        history(folder, last=0)
     _, (resumed,) = joined(folder, "a", **fields)
     assert resumed.round == 3 and same(resumed.reference, state.reference)
 
