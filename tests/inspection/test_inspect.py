@@ -448,6 +448,23 @@ def test_what_the_compiler_combines_is_one_message():
     assert "joined" in str(found)
 
 
+def test_results_of_an_asynchronous_sum_are_those_of_its_own_end():
+    lines = []
+    for name in ("one", "two"):
+        end = f"%r{len(lines) + 1}"
+        lines += [
+            "(f32[100]{0}, f32[100]{0}) all-reduce-start(%q, %q), replica_groups={}",
+            f"(f32[100]{{0}}, f32[100]{{0}}) all-reduce-done(%r{len(lines)})",
+        ]
+        lines += [
+            f"f32[100]{{0}} get-tuple-element({end}), index={index}, "
+            f'metadata={{op_name="dynamiq_jax.{name}"}}'
+            for index in range(2)
+        ]
+    found = collectives_of(program(lines), Devices.of({"data": 4}))
+    assert [one.labels for one in found] == [("one",), ("two",)]
+
+
 @pytest.mark.parametrize(("percent", "expected"), ((4, []), (6, ["not compressed"])))
 def test_an_exact_sum_matters_from_a_twentieth_of_the_bytes_on(percent, expected):
     assert kinds(inspect_text(scattered(1000 * percent, 100_000))) == expected

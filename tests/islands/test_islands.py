@@ -385,6 +385,8 @@ def test_a_loss_that_is_no_number_is_refused_before_anything_is_sent(tmp_path):
 def test_what_is_no_store_is_refused():
     with pytest.raises(TypeError, match=r"transport='/tmp/x' is no store.*SharedFolder"):
         Islands(transport="/tmp/x", name="a")
+    with pytest.raises(TypeError, match="positional"):  # fields have names
+        Islands("/tmp/x", "a")
     with pytest.raises(TypeError, match="filesystem='s3' is no file system of fsspec"):
         ObjectStore("s3", "bucket/run")
 

@@ -205,6 +205,12 @@ def test_a_hash_sees_each_bit_and_its_place(place, bit):
     assert len(hashes) == (4 if bit == 0 and not leaf[place] & 1 else 5)
 
 
+def test_hashes_are_those_of_other_versions():
+    """Islands of several versions take part in one run, and files have hashes in their names."""
+    tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(7)}
+    assert hash_of(tree) == "c2962c296f0d39ea"
+
+
 # --------------------------------------------------------------------------------------- processes
 
 
