@@ -29,6 +29,16 @@ def short_name(file: str) -> str:
     return "cell" if is_cell else path.name
 
 
+def listed(names: Sequence[str]) -> str:
+    """List some names, and the number of all others.
+
+    >>> listed(["w", "v", "b"]), listed(["w", "v", "b", "u"])
+    ('w, v, b', 'w, v, b and 1 more')
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return lines of a table, with the columns of some numbers aligned to the right.
 

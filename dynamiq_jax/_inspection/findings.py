@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dynamiq_jax._buckets import scopes
-from dynamiq_jax._core.text import format_bytes
+from dynamiq_jax._core.text import format_bytes, listed
 from dynamiq_jax._inputs.shards import names_of
 from dynamiq_jax._inspection.collectives import CompiledCollective
 from dynamiq_jax._inspection.flow import NO_FLOW, Flow, SentLeaf
@@ -77,7 +77,7 @@ def _double_reduction(known: Evidence) -> Iterator[Finding]:
     for one, (record, names) in _summed_twice(known).items():
         yield Finding(
             "double reduction",
-            f"{_what(one)} sums arrays of the sizes of {_listed(names)}, which are "
+            f"{_what(one)} sums arrays of the sizes of {listed(names)}, which are "
             f"also summed over {_spelled(record.axes)}, compressed. Take the exact sum away"
             f"{_by_autodiff(one)}.",
         )
@@ -290,12 +290,7 @@ def _leaves(sent: Sequence[SentLeaf], known: Evidence) -> str:
     """Return the names of some leaves, and the axes of the first."""
     names = [known.records[one.record].plan.names[one.leaf] or "tree" for one in sent]
     kind = "Leaf" if len(names) == 1 else "Leaves"
-    return f"{kind} {_listed(names)} over {_spelled(known.records[sent[0].record].axes)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return f"{kind} {listed(names)} over {_spelled(known.records[sent[0].record].axes)}"
 
 
 def _what(one: CompiledCollective) -> str:

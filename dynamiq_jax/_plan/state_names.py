@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dynamiq_jax._core.text import listed
+
 _MOST = 40  # characters of the kind and of the paths in a name; the hash has all of them
 
 
@@ -50,9 +52,10 @@ def check_names(
     if not extra and not missing:
         return
     nothing = "no other" if held & needed else "no state"
+    shown = [listed(list(map(repr, names))) or nothing for names in (extra, missing)]
     raise ValueError(
-        f"{argument} has {_listed(extra) or nothing}, but {user} need {_listed(missing) or nothing}"
-        f"{_difference(extra, missing)}. {remedy}"
+        f"{argument} has {shown[0]}, but {user} need {shown[1]}{_difference(extra, missing)}. "
+        f"{remedy}"
     )
 
 
@@ -67,11 +70,6 @@ def _difference(extra: Sequence[str], missing: Sequence[str]) -> str:
         if ours != theirs:
             return f": the {parts} differ"
     return ": further leaves, shapes or shards differ"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
 
 
 def _readable(leaves: Sequence[str]) -> str:

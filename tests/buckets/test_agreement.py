@@ -135,6 +135,7 @@ def test_all_that_wait_with_others_hear_of_it(short):
     all_of_them = exchanges_of(2)
     first, second = agree(all_of_them, [{"step": "a"}, {"step": "b"}])
     assert first == second and "step: a in process 0; b in process 1" in first
+    assert "Nothing was sent." in first
     first, _ = agree(all_of_them, [{"step": "b"}, {"step": "a"}])  # not with those before
     assert "step: b in process 0; a in process 1" in first
     assert agree(all_of_them, [{"step": "a"}] * 2) == [None] * 2  # what differed is forgotten

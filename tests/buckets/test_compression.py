@@ -71,6 +71,7 @@ def test_policies_and_specs_have_a_hash_and_compare():
         (("dynamiq:ring:butterfly",), r"several topologies: ['ring', 'butterfly']"),
         (("dynamiq:rung",), "'rung' is not an option of dynamiq"),
         (("dynamiq", "rung"), "topology='rung' is not known"),
+        ((3,), "method=3 is not known"),
         (({"w": "dynamiq:ring"},), "dq.Compression(topology='ring')"),
     ),
 )

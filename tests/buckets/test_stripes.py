@@ -296,3 +296,7 @@ def test_states_and_limits_follow_the_stripes():
 
     limited = error_of(tree, striped("mxfp4", bucket_bytes=4 * LEAF, max_error=1e-6))
     assert limited < 1e-9 < single
+
+
+def test_the_rows_of_a_matrix_are_along_its_last_dimension():
+    assert number_of_stripes(2, [(4, 3, 1024)]) == 3  # 2 divides its four rows of 256

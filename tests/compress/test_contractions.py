@@ -148,3 +148,10 @@ def of_first(values, split, workers):
         return jnp.where(is_first.reshape(shape), value, 0)
 
     return [kept(value, dim) for value, dim in zip(values, split, strict=True)]
+
+
+def test_a_sum_that_leaves_rows_is_none():
+    """Of all rows against all rows, as of the columns of a contrastive loss."""
+    (equation,) = jax.make_jaxpr(lambda x: lax.reduce_sum(x, (0,)))(normal(16, 16)).eqns
+    assert contraction(equation, [(0,)]) == [0]
+    assert contraction(equation, [(0, 1)]) is None

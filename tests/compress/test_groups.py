@@ -88,6 +88,15 @@ def test_sums_over_other_axes_and_of_other_layouts_are_groups_of_their_own(two_b
     assert [each.why_exact for each in alone] == ["over 'local', without the slow axis 'data'"]
 
 
+def test_a_small_sum_of_another_layout_stays_as_it_is(mesh):
+    def step(params, x, y):
+        grads = jax.grad(loss_fn)(params, x, y)
+        return lax.psum(grads["w"], "data"), lax.psum_scatter(grads["b"], "data", tiled=True)
+
+    report = check(mapped(step, mesh, out=(P(), P("data")), check_vma=False))
+    assert [each.why_exact is None for each in report.sums] == [True, False]
+
+
 def test_gathers_along_any_dimension(mesh):
     def step(params, x, y):
         rows = lax.all_gather(params, "data", axis=0, tiled=True)

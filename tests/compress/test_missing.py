@@ -95,14 +95,18 @@ def test_other_errors_of_such_a_step_remain(data_mesh):
         dq.compress(local, "data", method="ef+bf16", missing_ok=True)
 
 
-def test_sums_of_a_solver_stay_exact_unless_a_rule_asks_for_them(data_mesh):
+@pytest.mark.parametrize("of_gradients", (False, True))
+def test_sums_of_a_solver_stay_exact_unless_a_rule_asks_for_them(of_gradients, data_mesh):
     """Such as products with a curvature, by conjugate gradients."""
 
     def step(params, x, y):
         g = lax.pmean(jax.grad(loss_fn)(params, x, y), "data")
 
         def product(u):
-            return jax.tree.map(lambda u, g: u + 0.1 * lax.pmean(g * jnp.sum(x), "data"), u, g)
+            terms = jax.tree.map(lambda g: g * jnp.sum(x), g)
+            if of_gradients:
+                terms = jax.grad(loss_fn)(params, x, y)
+            return jax.tree.map(lambda u, term: u + 0.1 * lax.pmean(term, "data"), u, terms)
 
         return jax.scipy.sparse.linalg.cg(product, g, maxiter=2)[0], g
 

@@ -227,6 +227,28 @@ def test_a_step_with_shardings_keeps_them_in_the_jit_of_a_caller(mesh, args, sha
         assert alone[name].sharding.is_equivalent_to(shardings[name], 2)
 
 
+def test_a_constraint_may_leave_a_dimension_to_the_compiler(mesh):
+    """In front of a sum that leaves a loop."""
+    placed = jax.NamedSharding(mesh, P(P.UNCONSTRAINED, "fsdp"))
+
+    @jax.jit
+    def step(weights, batches):
+        def turn(total, rows):
+            gradient = jax.grad(lambda w: jnp.mean((rows @ w) ** 2))(weights)
+            return total + lax.with_sharding_constraint(gradient, placed), None
+
+        return weights - lax.scan(turn, jnp.zeros_like(weights), batches)[0]
+
+    weights = jax.device_put(PARAMS["w"], jax.NamedSharding(mesh, P(None, "fsdp")))
+    batches = jax.device_put(jnp.stack([X, X + 1]), jax.NamedSharding(mesh, P(None, "data")))
+    options = dq.Compression("exact", exact_below=64)
+    compressed = dq.compress(step, "data", options)
+    (found,) = compressed.report(weights, batches).compressed
+    assert found.times == 1
+    found, wanted = compressed(weights, batches), step(weights, batches)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_explicit_axes_are_in_the_report(check_vma, scattered):

@@ -382,6 +382,14 @@ def test_a_loss_that_is_no_number_is_refused_before_anything_is_sent(tmp_path):
     assert not SharedFolder(tmp_path).names("change")
 
 
+def test_a_seed_has_32_bits():
+    for seed in (-(2**31), 2**32 - 1):
+        assert Islands(transport=Memory(), name="a", seed=seed).seed == seed
+    for seed in (-(2**31) - 1, 2**32):
+        with pytest.raises(ValueError, match=f"seed={seed} "):
+            Islands(transport=Memory(), name="a", seed=seed)
+
+
 def test_what_is_no_store_is_refused():
     with pytest.raises(TypeError, match=r"transport='/tmp/x' is no store.*SharedFolder"):
         Islands(transport="/tmp/x", name="a")
