@@ -43,14 +43,14 @@ def origins_of(program: StepProgram) -> tuple[StepProgram, frozenset[SumResult]]
     a backward pass goes on. One that a loss has as a coefficient is none.
     """
     read: set[int] = set()
-    is_first = True
+    found = None
     while True:
-        before = len(read)
+        before, is_first = len(read), found is None
         flow = _Flow(read, all_turns=not is_first)
-        found = flow.program(program, list(map(flow.argument, program.opened.invars)), "", ())
+        inputs = list(map(flow.argument, program.opened.invars))
+        found = flow.program(program, inputs, "", (), found)
         if len(read) == before and not is_first:
             return found, frozenset(flow.continued - flow.read_sums)
-        is_first = False
 
 
 class _Flow:
@@ -73,30 +73,49 @@ class _Flow:
         return Origin(kind, depends=itself, arguments=itself)
 
     def program(
-        self, program: StepProgram, inputs: Sequence[Origin], scopes: str, path: Path
+        self,
+        program: StepProgram,
+        inputs: Sequence[Origin],
+        scopes: str,
+        path: Path,
+        before: StepProgram | None,
     ) -> StepProgram:
         """Return a program with its equations and the origins of their values, given those of its
-        inputs, the names of the scopes around it, and its place among others.
+        inputs, the names of the scopes around it, its place among others, and the program of the
+        turn or pass before.
         """
         opened = program.opened
         known = {variable: self.argument(variable) for variable in opened.constvars}
         known.update(zip(opened.invars, inputs, strict=True))
         nodes = []
         for number, equation in enumerate(opened.eqns):
-            own = str(equation.source_info.name_stack)
-            here = "/".join(filter(None, (scopes, own)))
-            values = tuple(_origin_of(atom, known) for atom in equation.invars)
-            node = self._node(equation, values, here, (*path, number))
+            values = tuple([_origin_of(atom, known) for atom in equation.invars])
+            last = None if before is None else before.nodes[number]
+            node = self._node(equation, values, scopes, (*path, number), last)
             known.update(zip(equation.outvars, node.results, strict=True))
             nodes.append(node)
         results = tuple(_origin_of(atom, known) for atom in opened.outvars)
         return dataclasses.replace(program, nodes=tuple(nodes), results=results)
 
-    def _node(self, equation: Equation, operands: Origins, scopes: str, path: Path) -> Node:
+    def _node(
+        self, equation: Equation, operands: Origins, around: str, path: Path, before: Node | None
+    ) -> Node:
+        if before is None:
+            scopes = "/".join(filter(None, (around, str(equation.source_info.name_stack))))
+        # What it found of the same operands is the same, but for the sums that it continues.
+        elif (
+            not before.programs
+            and before.operands == operands
+            and not any(each.sums for each in operands)
+        ):
+            return before
+        else:
+            scopes = before.scopes
         parts, found, values = inner.programs_of(equation), dict[int, StepProgram](), list(operands)
         # The condition of a loop also has the values that its body returns.
         for number, part in sorted(enumerate(parts), key=lambda each: not each[1].carried):
-            found[number] = self._inside(part, values, scopes, (*path, number))
+            last = None if before is None else before.programs[number]
+            found[number] = self._inside(part, values, scopes, (*path, number), last)
             for output, place in part.carried.items():
                 assert part.inputs is not None
                 operand, result = part.inputs[place], found[number].results[output]
@@ -109,19 +128,24 @@ class _Flow:
         return Node(equation, scopes, operands, results, programs)
 
     def _inside(
-        self, part: StepProgram, operands: Sequence[Origin], scopes: str, path: Path
+        self,
+        part: StepProgram,
+        operands: Sequence[Origin],
+        scopes: str,
+        path: Path,
+        before: StepProgram | None,
     ) -> StepProgram:
         """Return the program of an equation; that of a loop at its fixed point."""
         if part.inputs is None:
             inputs = [nonlinear(operands)] * len(part.opened.invars)
-            return self.program(part, inputs, scopes, path)
-        values = [operands[number] for number in part.inputs]
+            return self.program(part, inputs, scopes, path, before)
+        values, found = [operands[number] for number in part.inputs], before
         while True:
-            before, known = list(values), set(self.continued)
-            found = self.program(part, values, scopes, path)
+            began, known = list(values), set(self.continued)
+            found = self.program(part, values, scopes, path, found)
             for output, place in part.carried.items():
                 values[place] = join([values[place], found.results[output]])
-            if values == before or not self._all_turns:
+            if values == began or not self._all_turns:
                 if isinstance(part.times, int) and part.times > 0:
                     return found
                 # A loop without turns returns what it begins with.
