@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.islands.sparse import rounds_until
 from docs.scripts.advised import gain_of_a_step
 from docs.scripts.cpu_tables import cpu_worker_ns
 from docs.scripts.gpu_tables import gpu_worker_ps
 from docs.scripts.result_files import results_of
+from docs.scripts.training_tables import rounds_until
 from dynamiq_jax._prediction.device_speeds import CODEC_SPEEDS
 from dynamiq_jax._prediction.islands import PLAIN_STEPS, SPARSE_KINDS, MessageKind
 from dynamiq_jax.topologies import Ring

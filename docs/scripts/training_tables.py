@@ -1,9 +1,9 @@
 """Tables of the pages on workers that are far, slow or lossy."""
 
+import itertools
 import re
 from collections.abc import Callable
 
-from benchmarks.islands.sparse import rounds_until
 from docs.scripts.result_files import exponent, markdown, mean, results_of
 from dynamiq_jax._console.units import format_rate, format_seconds, parse_rate
 
@@ -276,21 +276,37 @@ def islands() -> str:
     return markdown([*header, "rounds missed by the others"], rows)
 
 
+def rounds_until(losses: list[float], rounds: int, target: float) -> float | None:
+    """Return the rounds until a curve first has a loss, between its points by a line.
+
+    Args:
+      losses: at equal distances, the first one before the first round.
+      rounds: of the whole curve.
+      target: the loss.
+    """
+    each = rounds / (len(losses) - 1)
+    for place, (before, after) in enumerate(itertools.pairwise(losses)):
+        if after <= target <= before:
+            return each * (place + (before - target) / max(before - after, 1e-9))
+    return None
+
+
 def islands_rounds() -> str:
     """Write losses of islands with sparse messages: islands_rounds.json."""
     found = results_of("islands_rounds")
     by_setting = {row["setting"]: row for row in found["rows"]}
     exact = by_setting["exact"]["mean"]
-    half = len(exact) // 2
+    each, sixty = 10, 5  # rounds between losses, and the place of the one after 60
     rows = []
     for row in (by_setting[setting] for setting in _ISLAND_MESSAGES):
         losses = row["mean"]
-        rounds = rounds_until([found["before"], *losses], 2 * half, exact[half - 1])
-        until = "not reached" if rounds is None else f"{rounds / half:.2f}x"
-        cells = f"{row['bits']:.2f}", f"{losses[half - 1]:.3f}", f"{losses[-1]:.3f}", until
+        rounds = rounds_until([found["before"], *losses], each * len(losses), exact[sixty])
+        until = "not reached" if rounds is None else f"{rounds / 60:.2f}x"
+        lowest = f"{min(losses):.3f} ({each * (losses.index(min(losses)) + 1)})"
+        cells = f"{row['bits']:.2f}", f"{losses[sixty]:.3f}", lowest, f"{losses[-1]:.3f}", until
         rows.append([row["setting"], *cells])
-    header = ["messages", "bits a coordinate", "loss halfway", "loss at the end"]
-    return markdown([*header, "rounds to the loss of exact messages halfway"], rows)
+    header = ["messages", "bits a coordinate", "loss after 60 rounds", "lowest loss (rounds)"]
+    return markdown([*header, "at the end", "rounds to the loss of exact after 60"], rows)
 
 
 def islands_real_lm() -> str:

@@ -17,8 +17,8 @@ class MessageKind(NamedTuple):
 
     bits: float  # of a coordinate
     # Nanoseconds a coordinate on two cores of a CPU: benchmarks/results/islands_codec.json.
-    encode_ns: float = 2.2
-    decode_ns: float = 1.5
+    encode_ns: float = 1.3
+    decode_ns: float = 1.4
     # To one loss, relative to exact messages: benchmarks/results/islands_rounds.json. Messages of 3
     # and 4 bits take as many.
     rounds: float = 1.0
@@ -29,9 +29,9 @@ class MessageKind(NamedTuple):
 SPARSE_KINDS = tuple(
     MessageKind(Sparse(keep=keep).bits_a_coordinate, encode_ns, decode_ns, rounds, keep)
     for keep, encode_ns, decode_ns, rounds in (
-        (272, 4.3, 0.9, 1.04),
-        (124, 3.1, 0.3, 1.21),
-        (46, 3.0, 0.2, 1.69),
+        (272, 1.5, 0.4, 1.04),
+        (124, 1.3, 0.3, 1.21),
+        (46, 1.3, 0.2, 1.69),
     )
 )
 SPARSE = SPARSE_KINDS[1]  # of the default settings
