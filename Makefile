@@ -5,7 +5,8 @@ VENV ?= .venv
 JAX ?=
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-RESEARCH := research/tests research/dynamiq_research
+# What is not the product: published systems, benchmarks and examples.
+REST := research/tests research/dynamiq_research benchmarks/tests examples/tests
 # What every method, topology and collective owes.
 X64 := $(patsubst %,tests/%.py,conformance/test_methods conformance/test_mesh topologies/test_topologies api/test_collectives buckets/test_buckets buckets/test_error_estimate api/test_vmapped)
 
@@ -30,11 +31,11 @@ test-fast: $(VENV)/installed  ## run the tests alone
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/research-installed  ## run larger cases, whole commands, the conformance of research, and kill processes
-	$(PYTEST) -m slow tests dynamiq_jax $(RESEARCH) $(ARGS)
+	$(PYTEST) -m slow tests dynamiq_jax $(REST) $(ARGS)
 	$(PYTEST) --rows research.tests.rows:RESEARCH tests/conformance tests/api/test_settings.py tests/api/test_vmapped.py $(ARGS)
 
-test-research: $(VENV)/research-installed  ## run the tests of research
-	$(PYTEST) -m "not slow" $(RESEARCH) $(ARGS)
+test-research: $(VENV)/research-installed  ## run the tests of research, benchmarks and examples
+	$(PYTEST) -m "not slow" $(REST) $(ARGS)
 
 test-x64: $(VENV)/installed  ## run the conformance tests with jax_enable_x64
 	$(PYTEST) --x64 -m "not slow" $(X64) $(ARGS)
@@ -48,7 +49,7 @@ test-trainers: test-tunix .venv-trainers/installed .venv-maxtext/installed .venv
 	.venv-steps/bin/python -m pytest tests/trainers/test_compressed_steps.py $(ARGS)
 
 test-oracles: .venv-oracles/installed  ## compare with other implementations, in an environment of its own (2 GB)
-	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles research/tests/test_powersgd_hook.py tests/examples/test_llm_gguf.py tests/examples/test_llm_model.py $(ARGS)
+	ORACLES=1 .venv-oracles/bin/python -m pytest tests/oracles research/tests/test_powersgd_hook.py examples/tests/test_llm_gguf.py examples/tests/test_llm_model.py $(ARGS)
 
 test-s3: .venv-s3/installed  ## run islands over a server of S3, in an environment of its own
 	.venv-s3/bin/python -m pytest tests/islands/test_s3.py $(ARGS)

@@ -17,7 +17,8 @@ def opening() -> str:
         ]
         for rates in (slow, [fastest])
     ]
-    gains = [f"{min(span):.1f} to {max(span):.1f} times sooner" for span in spans]
+    ends = [dict.fromkeys(f"{end(span):.1f}" for end in (min, max)) for span in spans]
+    gains = [f"{' to '.join(each)} times sooner" for each in ends]
     names = " and ".join(f"{rate / 1e6:g}" for rate in slow)
     return (
         f"DynamiQ at 4 and 5 bits gets to the loss of the exact run {gains[0]} than a BF16 ring on "

@@ -37,14 +37,23 @@ def workers_of(axis: str, shardings: Sequence[Any], program: Any) -> WorkerAxis 
 
 
 def _meshes(program: Any) -> Iterator[Mesh | AbstractMesh]:
-    """Yield the meshes that a program names."""
-    for equation in equations.opened(program)[0].eqns:
+    """Yield the meshes that a program names, and those of arrays that it closes over."""
+    opened, constants = equations.opened(program)
+    given = list(map(_sharding_of, constants))
+    for equation in opened.eqns:
         params = equation.params
+        given += map(_sharding_of, equation.invars)
         if equation.primitive.name != "shard_map":
-            given = (params.get("sharding"), *params.get("in_shardings", ()))
-            yield from (each.mesh for each in given if isinstance(each, NamedSharding))
+            given += (params.get("sharding"), *params.get("in_shardings", ()))
+    yield from (each.mesh for each in given if isinstance(each, NamedSharding))
+    for equation in opened.eqns:
         for inside in equations.programs_in(equation):
             yield from _meshes(inside)
+
+
+def _sharding_of(constant: Any) -> Any:
+    """Return the sharding of a constant of a program, or of a literal; None if it has none."""
+    return getattr(getattr(constant, "val", constant), "sharding", None)
 
 
 class RowHint(NamedTuple):
@@ -93,12 +102,16 @@ class Marker:
 
     def _mark(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         opened, constants = equations.opened(program)
-        known = {each: self._typed(each, RowHint()) for each in opened.constvars}
+        closed_over = map(self._of_constant, constants)
+        known = dict(
+            zip(opened.constvars, map(self._typed, opened.constvars, closed_over), strict=True)
+        )
         known.update(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[RowHint]:
             return [
-                known.get(a, RowHint()) if equations.is_variable(a) else RowHint() for a in atoms
+                known.get(a, RowHint()) if equations.is_variable(a) else self._of_constant(a)
+                for a in atoms
             ]
 
         marked = []
@@ -111,6 +124,12 @@ class Marker:
         if isinstance(program, ClosedJaxpr) and program is not opened:
             result = ClosedJaxpr(result, constants)
         return result, rows_of(opened.outvars)
+
+    def _of_constant(self, constant: Any) -> RowHint:
+        """Return the rows of an array that the program closes over."""
+        sharding = _sharding_of(constant)
+        is_placed = isinstance(sharding, NamedSharding)
+        return hint_of_spec(sharding.spec, self._workers) if is_placed else RowHint()
 
     def _typed(self, variable: Any, rows: RowHint) -> RowHint:
         """Return the rows of a value. On explicit axes, its type has those that were lost."""

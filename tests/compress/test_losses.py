@@ -443,6 +443,22 @@ def of_constraints(grad_fn, whole, rows):
     return grad_fn(lambda w, x: squares(w, lax.with_sharding_constraint(x, rows)))
 
 
+def of_a_batch_that_is_closed_over(grad_fn, whole, rows):
+    x = jax.device_put(X, rows)
+    return lambda w, _: grad_fn(lambda w: squares(w, x))(w)
+
+
+def of_a_closure_in_a_loop(grad_fn, whole, rows):
+    """Not jitted itself."""
+    x = jax.device_put(X, rows)
+
+    def of_turns(w):
+        turn = jax.jit(jax.grad(lambda w: squares(w, x)))
+        return lax.fori_loop(0, 1, lambda _, total: total + turn(w), jnp.zeros_like(w))
+
+    return lambda w, _: dq.compress(of_turns, "data", method=OPTIONS)(w)
+
+
 def of_specs(grad_fn, whole, rows):
     return grad_fn(in_specs=(whole, rows))
 
@@ -463,6 +479,7 @@ def of_specs_and_a_mesh(grad_fn, whole, rows):
     "known",
     (
         *(of_arrays, of_one_by_name, of_explicit_axes, of_jit, of_constraints),
+        *(of_a_batch_that_is_closed_over, of_a_closure_in_a_loop),
         *(of_specs, of_specs_in_another_jit, of_specs_and_a_mesh),
     ),
 )

@@ -75,7 +75,12 @@ def module_name(path: pathlib.Path) -> str:
 
 @functools.cache
 def parsed(*folders: str) -> dict[str, ast.Module]:
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if folder == "tests" or "tests" not in path.parts  # those of benchmarks and examples
+    ]
     return {module_name(path): ast.parse(path.read_text()) for path in paths}
 
 

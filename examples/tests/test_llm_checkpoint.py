@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from examples.llm import checkpoint
 from examples.llm.checkpoint import named_leaves, read_config, save
 from examples.llm.model import abstract_decoder
-from tests.support import llm_oracle as oracle
-from tests.support.llm_configs import LLAMA
+from examples.tests.support import llm_oracle as oracle
+from examples.tests.support.llm_configs import LLAMA
 
 
 def load(folder, shardings=None):

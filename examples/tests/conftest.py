@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from tests.support import llm_files
+from examples.tests.support import llm_files
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from dynamiq_jax._prediction.cost_model import Network
 from examples.llm import plot, report
 from examples.llm.prediction import predicted_seconds
 from examples.llm.recipe import Recipe
-from tests.support import llm_files
+from examples.tests.support import llm_files
 
 EXACT = Recipe(steps=3, learning_rate=1e-2)
 COMPRESSED = Recipe(method="dynamiq:5", steps=3, learning_rate=1e-2)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.tests.support import llm_files
 from examples.tools import budget
-from tests.support import llm_files
 
 GIB = 2**30
 

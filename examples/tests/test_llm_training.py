@@ -14,7 +14,7 @@ from examples.llm.data import Rows, place, rows_of_step
 from examples.llm.loss import evaluator, sum_of_losses
 from examples.llm.recipe import ROUTES, Recipe
 from examples.llm.routes import make_trainer
-from tests.support import llm_files
+from examples.tests.support import llm_files
 
 WORKERS = 2
 

@@ -17,8 +17,8 @@ import pytest
 
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.processes import Processes
+from benchmarks.tests.support.emulation import emulates
 from dynamiq_jax._console.errors import CommandError
-from tests.support.emulation import emulates
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOSTS_FILES = pathlib.Path("/etc/netns")
@@ -139,7 +139,7 @@ def test_a_small_run(start, tmp_path):
 @pytest.mark.slow
 @emulates
 def test_a_stopped_run_leaves_nothing(start):
-    """tests/benchmarks/test_harness.py has the other signals."""
+    """benchmarks/tests/test_harness.py has the other signals."""
     command = start(*LONG)
     command.wait_until(lambda: len(command.workers()) == 2)
     workers = command.workers()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.llm.data import Encoded, Encoder, hold_out, pack, place, read_documents, rows_of_step
-from tests.support import llm_files
-from tests.support.llm_files import BEGIN, END, MARKED, UNMARKED, write_tokenizer
+from examples.tests.support import llm_files
+from examples.tests.support.llm_files import BEGIN, END, MARKED, UNMARKED, write_tokenizer
 
 CHAT = [
     {"role": "user", "content": "Hi"},

@@ -19,8 +19,8 @@ from examples import convert_gguf
 from examples.llm import checkpoint
 from examples.llm.data import Encoder
 from examples.llm.model import abstract_decoder
-from tests.support import gguf_files
-from tests.support import llm_oracle as oracle
+from examples.tests.support import gguf_files
+from examples.tests.support import llm_oracle as oracle
 from tests.support.others import REQUIRED, package
 
 CONFIG = {

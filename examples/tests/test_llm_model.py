@@ -11,8 +11,8 @@ from jax.sharding import SingleDeviceSharding
 
 from examples.llm.checkpoint import load, read_config
 from examples.llm.model import Decoder
-from tests.support import llm_oracle as oracle
-from tests.support.llm_configs import LLAMA
+from examples.tests.support import llm_oracle as oracle
+from examples.tests.support.llm_configs import LLAMA
 from tests.support.others import package
 
 TIME = 20

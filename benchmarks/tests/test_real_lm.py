@@ -22,8 +22,8 @@ from benchmarks.real_lm import (
 )
 from docs.scripts import real_lm_tables
 from dynamiq_jax._measurement import gradient_files
+from examples.tests.support import llm_files
 from examples.tools import digests
-from tests.support import llm_files
 from tests.support.commands import shown
 
 

@@ -18,9 +18,10 @@ from safetensors.numpy import load_file
 from examples import finetune_llm
 from examples.llm import run
 from examples.llm.run import read_records
+from examples.tests.support import llm_files
+from examples.tests.support.llm_files import last_state, losses
 from examples.tools import budget, digests
-from tests.support import llm_files, processes
-from tests.support.llm_files import last_state, losses
+from tests.support import processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 8

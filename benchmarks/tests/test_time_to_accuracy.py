@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tyro
 
+from benchmarks.tests.support.emulation import emulates
 from benchmarks.training import time_to_accuracy
 from benchmarks.training.emulated_training import report
 from benchmarks.training.emulated_training.run import EmulatedRun, check_identical
 from benchmarks.training.emulated_training.target import reached, target_loss
 from dynamiq_jax._console.errors import CommandError
-from tests.support.emulation import emulates
 
 COST = {"bits": 1.0, "bytes_per_worker": 1e6, "bytes_a_step": 1e6}
 COSTS = dict.fromkeys(("psum", "bf16", "dynamiq"), COST)
