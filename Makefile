@@ -31,7 +31,7 @@ test-fast: $(VENV)/installed  ## run the tests alone
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/research-installed  ## run larger cases, whole commands, the conformance of research, and kill processes
-	$(PYTEST) -m slow tests dynamiq_jax $(REST) $(ARGS)
+	$(PYTEST) -m slow tests dynamiq_jax docs/checks $(REST) $(ARGS)
 	$(PYTEST) --rows research.tests.rows:RESEARCH tests/conformance tests/api/test_settings.py tests/api/test_vmapped.py $(ARGS)
 
 test-research: $(VENV)/research-installed  ## run the tests of research, benchmarks and examples
@@ -72,8 +72,8 @@ lint: $(VENV)/installed  ## check style and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-lint-docs: $(VENV)/research-installed  ## check commands, links, titles and tables of the pages
-	$(PYTEST) docs/checks $(ARGS)
+lint-docs: $(VENV)/research-installed  ## check code, commands, links, titles and tables of the pages
+	$(PYTEST) -m "not slow" docs/checks $(ARGS)
 
 hooks: $(VENV)/dev-installed  ## run lint before each commit
 	$(RUN) -m pre_commit install

@@ -1,1 +1,1 @@
-"""Checks of prose, links, commands and tables: `make lint-docs` runs them."""
+"""Checks of prose, links, commands, tables and code of pages: `make lint-docs` runs them."""
