@@ -3,6 +3,20 @@
 A backend has four operations of its own. Five others are made of these or of XLA, and a backend
 overrides those that it can run faster. `pallas_kernels.registry` lists the backends, and
 `pallas_kernels.choice` takes one of them for an operation.
+
+Operations take the local array as it lies in memory, the table of places and the index of the
+chunk, so that a fused kernel gathers, decodes, adds, encodes and packs in one pass:
+
+    payloads        messages that arrived, [received, length] of one chunk (one in a ring), or
+                    [num_chunks, length] of all of them
+    local           rows of the bucket, their places and the seed
+    chunk, turn     index of the chunk, and number of this compression of it: see section 4 of
+                    docs/wire_format.md
+    places          places of all rows
+    layout          static layout of a message
+
+A message is an array of bytes, uint8 [payload_bytes], or of words, uint32 [payload_bytes / 4].
+Every operation takes both, and a `hop` writes the type that it receives.
 """
 
 import abc
@@ -23,9 +37,9 @@ Operation = Callable[..., Any]  # a method of `Backend`, such as `Backend.hop`
 class Backend(abc.ABC):
     """Operations on whole messages by one kind of programs.
 
-    `pallas_kernels.operations` describes all of them. Every backend returns the bytes of the base,
-    `pallas_kernels.registry.BASE`, and the norms of the base but for the order of additions, which
-    differs only where `rounds_as_base` is False. Messages are arrays of `message_dtype`.
+    Every backend returns the bytes of the base, `pallas_kernels.registry.BASE`, and the norms of
+    the base but for the order of additions, which differs only where `rounds_as_base` is False.
+    Its methods get and return messages of `message_dtype`; `run` takes any.
     """
 
     name: ClassVar[str]  # that users give as `implementation`
@@ -63,42 +77,60 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def statistics(self, rows: Array, /) -> Array:
-        """Compute the norm of every row."""
+        """Compute the L2 norm of every row, [rows, 256] of a floating dtype: float32 [rows].
+
+        The norm of a row that holds NaN or Inf is not finite.
+        """
 
     @abc.abstractmethod
     def hop(
         self, payloads: Array, local: LocalRows, chunk: Index, turn: Index, *, layout: Layout
     ) -> Array:
-        """Encode the sum of received messages, which may be none, and local rows."""
+        """Decode received partial sums of a chunk, add the local rows in float32, and encode the
+        sum. There may be no received message, [0, length].
+        """
 
     @abc.abstractmethod
     def decompress_accumulate(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> Array:
-        """Sum received messages and local rows: the values that `hop` encodes."""
+        """Decode received messages of a chunk and add the local rows in float32.
+
+        Returns:
+          The sum that `hop` encodes, float32 [rows_per_chunk, 256], in the order of the message.
+        """
 
     @abc.abstractmethod
     def decompress(self, payloads: Array, places: Places, *, layout: Layout) -> Array:
-        """Decode the messages of all chunks to rows in their original order."""
+        """Decode the messages of all chunks: float32 [num_rows, 256], in their original order."""
 
     # Operations made of these, for sections 1 and 7 of docs/wire_format.md.
 
     def solve(self, energies: Array, *, layout: Layout) -> Array:
-        """Solve for the rows of every plane."""
+        """Solve for the widths of the rows of chunks; see `codec.Allocation.solve`.
+
+        Energies are logarithms, int32 [chunks, rows_per_chunk], largest first.
+
+        Returns:
+          The number of rows whose codes have bit 0, 1, ..., int32 [chunks, 16].
+        """
         return layout.solve(energies)
 
     def sort(self, words: Array, /) -> Array:
-        """Sort words that all differ."""
+        """Sort words that all differ, uint32 [..., count], along the last axis, ascending."""
         return sort_words(words)
 
     def energies(self, payloads: Array, *, layout: Layout) -> Array:
-        """Compute logarithms of the energies of the rows of messages."""
+        """Compute energies of rows from the scales of messages: int32 [count, rows_per_chunk].
+
+        They are logarithms; see `codec.scales.row_energies`.
+        """
         return scales.row_energies(*layout.scales(payloads)).astype(jnp.int32)
 
     def scaled_sums(
         self, payloads: Array, local: LocalRows, chunk: Index, *, layout: Layout
     ) -> tuple[Array, Array]:
-        """Sum received messages and local rows, and compute the scales of the sums."""
+        """Compute `decompress_accumulate`, and a message that has the scales of the sums alone."""
         rows = self.decompress_accumulate(payloads, local, chunk, layout=layout)
         of_rows = scales.quantize_scales(scales.group_maxima(rows, layout.group_size))
         return rows, layout.with_scales(jnp.zeros_like(payloads[0]), *of_rows)
@@ -106,7 +138,11 @@ class Backend(abc.ABC):
     def decompress_sums(
         self, payloads: Array, places: Places, table: Array, *, layout: Layout
     ) -> Array:
-        """Decode messages whose scales are in the order of another table."""
+        """Compute `decompress` of messages whose scales are in the order of another table.
+
+        The table has the place of the scales of the row at each place, int32 [num_chunks,
+        rows_per_chunk].
+        """
         group_bytes, super_bits = layout.scales(payloads)
         ordered = (
             places,

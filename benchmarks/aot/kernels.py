@@ -67,7 +67,7 @@ def cases(dtypes: Sequence[str], size: int, num_chunks: int) -> list[Case]:
 def examine(case: Case, dump: Path) -> dict[str, Any]:
     """Compile one kernel: a row of the table."""
     layout = case.layout
-    options: dict[str, Any] = {"layout": layout, "implementation": case.backend}
+    run = operations.by(case.backend)
     rows = _SHAPE((layout.num_rows, SUPER_GROUP_SIZE), case.dtype)
     norms = _SHAPE((layout.num_rows,), "uint16")
     places = jax.eval_shape(lambda norms: place_rows(norms, layout), norms)
@@ -77,28 +77,24 @@ def examine(case: Case, dump: Path) -> dict[str, Any]:
     item, wire = jnp.dtype(case.dtype).itemsize, payload / of_chunk
     # function, arguments, bytes per coordinate that it has to move
     programs: dict[str, tuple[Callable, tuple, float]] = {
-        "statistics": (
-            lambda *a: operations.statistics(*a, implementation=case.backend),
-            (rows,),
-            item,
-        ),
+        "statistics": (lambda *a: run.statistics(*a), (rows,), item),
         "compress": (
-            lambda *a: operations.compress(*a, **options),
+            lambda *a: operations.compress(*a, layout=layout, implementation=case.backend),
             (local, number, number),
             item + wire,
         ),
         "hop": (
-            lambda *a: operations.hop(*a, **options),
+            lambda *a: run.hop(*a, layout=layout),
             (_SHAPE((1, payload), "uint8"), local, number, number),
             item + 2 * wire,
         ),
         "decompress_accumulate": (
-            lambda *a: operations.decompress_accumulate(*a, **options),
+            lambda *a: run.decompress_accumulate(*a, layout=layout),
             (_SHAPE((1, payload), "uint8"), local, number),
             item + wire + 4,
         ),
         "decompress": (
-            lambda *a: operations.decompress(*a, **options),
+            lambda *a: run.decompress(*a, layout=layout),
             (_SHAPE((layout.num_chunks, payload), "uint8"), places),
             wire + item,
         ),

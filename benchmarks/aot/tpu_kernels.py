@@ -56,37 +56,39 @@ def kernels(size: int, num_chunks: int, dtype: str) -> dict[str, Kernel]:
         steps=blocks * num_chunks,
         chunks=num_chunks,
     )
-    options = {"layout": layout, "implementation": "mosaic_tpu"}
+    run = operations.by("mosaic_tpu")
 
     def hop(messages: int, *args: Any) -> jax.Array:
         received = jnp.stack(args[:messages])
-        return operations.hop(received, *_local(layout, *args[messages:]), **options)
+        return run.hop(received, *_local(layout, *args[messages:]), layout=layout)
 
     def compress(*args: Any) -> jax.Array:
-        return operations.compress(*_local(layout, *args), **options)
+        return operations.compress(
+            *_local(layout, *args), layout=layout, implementation="mosaic_tpu"
+        )
 
     def scaled_sums(*args: Any) -> tuple[jax.Array, jax.Array]:
         local, chunk, _ = _local(layout, *args[num_chunks - 1 :])
         received = jnp.stack(args[: num_chunks - 1])
-        return operations.scaled_sums(received, local, chunk, **options)
+        return run.scaled_sums(received, local, chunk, layout=layout)
 
     def energies(flat: jax.Array) -> jax.Array:
-        return operations.energies(flat.reshape(num_chunks, -1), **options)
+        return run.energies(flat.reshape(num_chunks, -1), layout=layout)
 
     def decompress(flat: jax.Array, *args: Any) -> jax.Array:
         received = flat.reshape(num_chunks, -1)
-        return operations.decompress(received, Places(*args), **options).reshape(-1)
+        return run.decompress(received, Places(*args), layout=layout).reshape(-1)
 
     def decompress_sums(flat: jax.Array, *args: Any) -> jax.Array:
         received, (*places, order) = flat.reshape(num_chunks, -1), args
-        rows = operations.decompress_sums(received, Places(*places), order, **options)
+        rows = run.decompress_sums(received, Places(*places), order, layout=layout)
         return rows.reshape(-1)
 
     def statistics(flat: jax.Array) -> jax.Array:
-        return operations.statistics(layout.as_rows(flat), implementation="mosaic_tpu")
+        return run.statistics(layout.as_rows(flat))
 
     def solve(energies: jax.Array) -> jax.Array:
-        return operations.solve(energies, **options)
+        return run.solve(energies, layout=layout)
 
     others = num_chunks - 1
     return {

@@ -5,7 +5,6 @@ all-reduce among workers simulated on one device against a float64 sum.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,11 +95,11 @@ def _ring_by_hand(method: dq.DynamiQ, gradients: Array) -> Array:
     """Sum over a ring, one call after the other: float [size]."""
     workers, size = gradients.shape
     name, layout = method.implementation, method.layout(size, workers)
-    chosen: dict[str, Any] = {"layout": layout, "implementation": name}
-    compress = jax.jit(functools.partial(operations.compress, **chosen))
-    hop = jax.jit(functools.partial(operations.hop, **chosen))
+    run = operations.by(name)
+    compress = jax.jit(functools.partial(operations.compress, layout=layout, implementation=name))
+    hop = jax.jit(functools.partial(run.hop, layout=layout))
     rows = [layout.as_rows(gradient) for gradient in gradients]
-    norms = jnp.stack([operations.statistics(r, implementation=name) for r in rows])
+    norms = jnp.stack([run.statistics(r) for r in rows])
     places = places_of(l2_norm(norms, axis=0), layout=layout)
     seed = jnp.array([3, 4], jnp.uint32)
     locals_ = [LocalRows(r, places, seed) for r in rows]
@@ -112,7 +111,7 @@ def _ring_by_hand(method: dq.DynamiQ, gradients: Array) -> Array:
             local = locals_[(chunk + 1 + turn) % workers]
             payload = hop(payload[None], local, index, jnp.int32(turn))
         final.append(payload)
-    summed = operations.decompress(jnp.stack(final), places, **chosen)
+    summed = run.decompress(jnp.stack(final), places, layout=layout)
     return layout.as_flat(summed).astype(gradients.dtype)
 
 

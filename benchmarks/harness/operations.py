@@ -15,8 +15,10 @@ STEPS = ("statistics", "compress", "hop", "decompress")
 
 def operation_of(operation: str, backend: str, layout: Layout) -> Callable[..., Any]:
     """Return an operation by a named backend, of arrays alone."""
+    if operation == "compress":
+        return functools.partial(operations.compress, layout=layout, implementation=backend)
     chosen: dict[str, Any] = {} if operation == "statistics" else {"layout": layout}
-    return functools.partial(getattr(operations, operation), implementation=backend, **chosen)
+    return functools.partial(getattr(operations.by(backend), operation), **chosen)
 
 
 def least_bytes(operation: str, layout: Layout, dtype: str) -> float:

@@ -57,7 +57,7 @@ def kernel_operations(
     """Return name to (function, arguments, bytes per coordinate that it has to move at least)."""
     layout = method.layout(gradient.size, num_chunks=1)
     rows = layout.as_rows(gradient)
-    norms = operations.statistics(rows)
+    norms = operations.by().statistics(rows)
     places = place_rows(bfloat16_bits(norms), layout)
     local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
     compress = jax.jit(functools.partial(operations.compress, layout=layout))
@@ -65,20 +65,20 @@ def kernel_operations(
     wire, item_bytes = layout.payload_bytes / gradient.size, gradient.dtype.itemsize
 
     def reorder(norms: Array, rows: Array) -> tuple[Array, Places]:
-        places = place_rows(bfloat16_bits(norms), layout, sort=operations.sort)
+        places = place_rows(bfloat16_bits(norms), layout, sort=operations.by().sort)
         return restore_rows(rows, places.order), places
 
     return {
-        "statistics": (jax.jit(operations.statistics), (rows,), item_bytes),
+        "statistics": (jax.jit(operations.by().statistics), (rows,), item_bytes),
         "reorder": (jax.jit(reorder), (norms, rows), 2 * item_bytes),
         "compress": (compress, (local, 0, 0), item_bytes + wire),
         "hop": (
-            jax.jit(functools.partial(operations.hop, layout=layout)),
+            jax.jit(functools.partial(operations.by().hop, layout=layout)),
             (payload[None], local, 0, 1),
             item_bytes + 2 * wire,
         ),
         "decompress": (
-            jax.jit(functools.partial(operations.decompress, layout=layout)),
+            jax.jit(functools.partial(operations.by().decompress, layout=layout)),
             (payload[None], places),
             wire + 4,
         ),

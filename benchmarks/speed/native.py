@@ -14,6 +14,7 @@ import itertools
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jax import Array
 import dynamiq_jax as dq
 from benchmarks.harness.columns import Column, table
 from benchmarks.harness.command import Report, benchmark, run
+from benchmarks.harness.operations import operation_of
 from benchmarks.harness.processes import in_process
 from benchmarks.harness.timing import in_turns, median_ratio
 from dynamiq_jax._measurement.gradients import worker_gradient
@@ -88,7 +90,7 @@ def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str,
         layout.as_rows(jnp.asarray(worker_gradient(worker, config.size, seed=0), config.dtype))
         for worker in range(2)
     ]
-    norms = operations.statistics(rows[0], implementation="xla")
+    norms = operations.by("xla").statistics(rows[0])
     places = jax.jit(lambda norms: place_rows(bfloat16_bits(norms), layout))(norms)
     ours, other = (LocalRows(each, places, jnp.array([1, 2], jnp.uint32)) for each in rows)
     first = jax.jit(functools.partial(operations.compress, layout=layout, implementation="xla"))
@@ -104,12 +106,9 @@ def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str,
     }
     results = []
     for name, (arguments, size) in cases.items():
-        operation = all_of_a_worker if name == _WORKER else getattr(operations, name)
-        static = {} if name == "statistics" else {"layout": layout}
+        operation = all_of_a_worker if name == _WORKER else functools.partial(operation_of, name)
         calls = {
-            backend: functools.partial(
-                jax.jit(functools.partial(operation, implementation=backend, **static)), *arguments
-            )
+            backend: functools.partial(jax.jit(operation(backend, layout)), *arguments)
             for backend in BACKENDS
         }
         seconds = in_turns(calls, config.repeats)
@@ -119,27 +118,25 @@ def measure(threads: int, kept: bool, options: dict[str, Any]) -> list[dict[str,
     return results
 
 
-def all_of_a_worker(rows: Array, received: Array, *, layout: Layout, implementation: str) -> Array:
-    """Run the operations of one worker in an all-reduce over a ring.
+def all_of_a_worker(backend: str, layout: Layout) -> Callable[[Array, Array], Array]:
+    """Return the operations of one worker in an all-reduce over a ring, by a named backend.
 
-    Args:
-      rows: its gradient.
-      received: messages of the other workers, one for each chunk.
-      layout: of the bucket, with as many chunks as the ring has workers.
-      implementation: of the operations.
-
-    Returns:
-      The decoded sum, of the shape of `rows`.
+    They are a function of its gradient and of messages of the other workers, one for each chunk of
+    the layout, to the decoded sum. The layout has as many chunks as the ring has workers.
     """
-    norms = operations.statistics(rows, implementation=implementation)
-    sort = functools.partial(operations.sort, implementation=implementation)
-    places = place_rows(bfloat16_bits(norms), layout, sort=sort)
-    local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
-    static = {"layout": layout, "implementation": implementation}
-    sent = [operations.compress(local, 0, 0, **static)]
-    for turn in range(1, layout.num_chunks):
-        sent.append(operations.hop(received[turn][None], local, turn, turn, **static))
-    return operations.decompress(jnp.stack(sent), places, **static)
+    by_backend = operations.by(backend)
+
+    def run(rows: Array, received: Array) -> Array:
+        places = place_rows(
+            bfloat16_bits(by_backend.statistics(rows)), layout, sort=by_backend.sort
+        )
+        local = LocalRows(rows, places, jnp.array([1, 2], jnp.uint32))
+        sent = [operations.compress(local, 0, 0, layout=layout, implementation=backend)]
+        for turn in range(1, layout.num_chunks):
+            sent.append(by_backend.hop(received[turn][None], local, turn, turn, layout=layout))
+        return by_backend.decompress(jnp.stack(sent), places, layout=layout)
+
+    return run
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def sorted_norms(spread: float) -> Array:
     generator = np.random.default_rng(0)
     scales = np.exp2(spread * generator.standard_normal((4096, 1)))
     rows = scales * generator.standard_normal((4096, 256))
-    return jnp.sort(operations.statistics(jnp.asarray(rows, jnp.float32)), descending=True)
+    return jnp.sort(operations.by().statistics(jnp.asarray(rows, jnp.float32)), descending=True)
 
 
 def shares_of_widths(norms: Array) -> dict[int, float]:

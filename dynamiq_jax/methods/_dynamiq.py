@@ -203,15 +203,13 @@ class DynamiQ(ChunkedMethod):
             rows, share = padded.reshape(layout.num_rows, -1), combine_norms
         else:  # all workers gather the norms of all parts
             rows, share = values.reshape(layout.rows_per_chunk, -1), _gather_norms
+        run = operations.by(self.implementation)
         if local_norms is None:
-            local_norms = operations.statistics(rows, implementation=self.implementation)
+            local_norms = run.statistics(rows)
         row_norms = share(local_norms, call.axis)
-        sort = functools.partial(operations.sort, implementation=self.implementation)
-        solve = functools.partial(
-            operations.solve, layout=layout, implementation=self.implementation
-        )
+        solve = functools.partial(run.solve, layout=layout)
         places = place_rows(
-            row_norms, layout, consecutive=call.is_consecutive, sort=sort, solve=solve
+            row_norms, layout, consecutive=call.is_consecutive, sort=run.sort, solve=solve
         )
         seed = jax.random.bits(key, (2,), jnp.uint32)
         return DynamiQChunks(

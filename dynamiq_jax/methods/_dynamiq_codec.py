@@ -1,7 +1,6 @@
 """Codec of one bucket of DynamiQ: rows in the order of a table, and messages of the kernels."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
@@ -11,6 +10,7 @@ from jax import Array, lax
 from dynamiq_jax._core import ChunkCodec, SumCodec
 from pallas_kernels import operations
 from pallas_kernels._jax.compat import override
+from pallas_kernels.backend import Backend
 from pallas_kernels.codec import Index, Layout, LocalRows, Places, make_places, rank, restore_rows
 
 # Fewest workers for which ordering the rows of sums again lowers the error. With fewer workers, and
@@ -40,16 +40,18 @@ class DynamiQChunks(ChunkCodec):
         places = self.local.places
         places = places._replace(order=places.order - self.first)
         local = self.local._replace(places=places)
-        return operations.compress(local, chunk, turn, **self._arguments)
+        return operations.compress(
+            local, chunk, turn, layout=self.layout, implementation=self.implementation
+        )
 
     @override
     def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
-        return operations.hop(payloads, self.local, chunk, turn, **self._arguments)
+        return self._run.hop(payloads, self.local, chunk, turn, layout=self.layout)
 
     @override
     def accumulate(self, payloads: Array, chunk: Array) -> Array:
         order = self.local.places.order[chunk] - chunk * self.layout.rows_per_chunk
-        sums = operations.decompress_accumulate(payloads, self.local, chunk, **self._arguments)
+        sums = self._run.decompress_accumulate(payloads, self.local, chunk, layout=self.layout)
         return restore_rows(sums, order).reshape(-1)
 
     @override
@@ -68,7 +70,7 @@ class DynamiQChunks(ChunkCodec):
         return ReorderedSums(self) if reorders_sums(num_workers) else self
 
     def _decoded(self, payloads: Array) -> Array:
-        return operations.decompress(payloads, self.local.places, **self._arguments)
+        return self._run.decompress(payloads, self.local.places, layout=self.layout)
 
     @override
     def metrics(self) -> dict[str, Array]:
@@ -77,8 +79,8 @@ class DynamiQChunks(ChunkCodec):
         return dict(zip(self.METRICS, statistics, strict=True))
 
     @property
-    def _arguments(self) -> dict:
-        return {"layout": self.layout, "implementation": self.implementation}
+    def _run(self) -> Backend:
+        return operations.by(self.implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ class ReorderedSums(SumCodec):
     @override
     def hop(self, payloads: Array, chunk: Array, turn: Index) -> Array:
         codec, layout = self.chunks, self.chunks.layout
-        sums, of_sums = operations.scaled_sums(payloads, codec.local, chunk, **codec._arguments)
+        sums, of_sums = codec._run.scaled_sums(payloads, codec.local, chunk, layout=layout)
         # The operations look up the places of a chunk by its index.
         every_chunk = jax.tree.map(
             lambda leaf: jnp.broadcast_to(leaf, (layout.num_chunks, leaf.size)),
@@ -111,16 +113,14 @@ class ReorderedSums(SumCodec):
     def decompress(self, payloads: Array) -> Array:
         codec, of_sums = self.chunks, self._places(payloads)
         order = jnp.take_along_axis(codec.local.places.order, of_sums.order, axis=1)
-        rows = operations.decompress_sums(
-            payloads, of_sums._replace(order=order), of_sums.order, **codec._arguments
-        )
+        places = of_sums._replace(order=order)
+        rows = codec._run.decompress_sums(payloads, places, of_sums.order, layout=codec.layout)
         return codec.layout.as_flat(rows)
 
     def _places(self, payloads: Array) -> Places:
         """Return the places of the rows of sums in messages, by the scales in the messages."""
-        arguments = self.chunks._arguments
-        energies = operations.energies(payloads, **arguments)
-        sort = functools.partial(operations.sort, implementation=self.chunks.implementation)
-        order, ranked = rank(energies.astype(jnp.uint16), sort=sort)
-        plane_rows = operations.solve(ranked.astype(jnp.int32), **arguments)
+        run, layout = self.chunks._run, self.chunks.layout
+        energies = run.energies(payloads, layout=layout)
+        order, ranked = rank(energies.astype(jnp.uint16), sort=run.sort)
+        plane_rows = run.solve(ranked.astype(jnp.int32), layout=layout)
         return make_places(order, plane_rows)

@@ -119,7 +119,7 @@ def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backe
     chosen_backend(backend(hop=hop))
 
     def norms(rows):
-        return operations.statistics(rows)
+        return operations.by().statistics(rows)
 
     rows = jax.random.normal(jax.random.key(0), (3, 4, 256))
     expected = np.linalg.norm(np.asarray(rows), axis=-1)
@@ -133,7 +133,7 @@ def test_a_right_backend_is_checked_once_under_every_transformation(chosen_backe
     assert np.isfinite(jax.grad(lambda rows: jnp.sum(norms(rows)))(rows[0])).all()
     trial = first_use.small_trial()
     payload = jnp.zeros((1, trial.layout.payload_bytes), jnp.uint8)
-    jax.jit(lambda: operations.hop(payload, trial.local, 0, 1, layout=trial.layout)).lower()
+    jax.jit(lambda: operations.by().hop(payload, trial.local, 0, 1, layout=trial.layout)).lower()
     assert hops[tried:] == ["MainThread"]
     assert operations.refused_backends() == ()
 
@@ -142,14 +142,14 @@ def test_the_check_can_be_switched_off(chosen_backend, monkeypatch):
     chosen_backend(backend(statistics=lambda rows: _xla.statistics(rows) + np.float32(1)))
     rows = np.ones((2, 256), np.float32)
     monkeypatch.setenv(first_use.SWITCH, "0")
-    np.testing.assert_array_equal(operations.statistics(rows), [17, 17])
-    np.testing.assert_array_equal(operations.statistics(rows, implementation="triton"), [17, 17])
+    np.testing.assert_array_equal(operations.by().statistics(rows), [17, 17])
+    np.testing.assert_array_equal(operations.by("triton").statistics(rows), [17, 17])
     monkeypatch.setenv(first_use.SWITCH, "off")
     with pytest.raises(ValueError, match=r"DYNAMIQ_CHECK_KERNELS='off' is not possible\. Give 1"):
-        operations.statistics(rows)
+        operations.by().statistics(rows)
     monkeypatch.delenv(first_use.SWITCH)
     with pytest.warns(UserWarning, match="not used on cpu: statistics: .* of 240 bytes"):
-        np.testing.assert_array_equal(operations.statistics(rows), [16, 16])
+        np.testing.assert_array_equal(operations.by().statistics(rows), [16, 16])
 
 
 def test_nothing_is_checked_where_no_kernel_runs(data_mesh, monkeypatch):
@@ -162,7 +162,5 @@ def test_nothing_is_checked_where_no_kernel_runs(data_mesh, monkeypatch):
     for mode in ("interpret", "compile"):
         with without_gpu(mode):
             for name in (None, "triton"):
-                jax.jit(operations.statistics, static_argnames="implementation").trace(
-                    shape, implementation=name
-                )
+                jax.jit(operations.by(name).statistics).trace(shape)
     assert first_use._reasons == {}

@@ -21,7 +21,7 @@ def test_every_message_is_decoded():
     needs_memory(10)
     one = METHOD.layout(256 * ROWS, 1)
     rows = np.random.default_rng(0).standard_normal((ROWS, 256), np.float32)
-    norms = bfloat16_bits(operations.statistics(jnp.asarray(rows), implementation="xla"))
+    norms = bfloat16_bits(operations.by("xla").statistics(jnp.asarray(rows)))
     of_one = place_rows(norms, one)
     local = LocalRows(jnp.asarray(rows), of_one, jnp.zeros(2, jnp.uint32))
     message = operations.compress(local, 0, 0, layout=one, implementation="xla")
@@ -34,7 +34,7 @@ def test_every_message_is_decoded():
     )
     messages = jnp.tile(message, (CHUNKS, 1))
     del local, message
-    found = np.asarray(operations.decompress(messages, places, layout=layout, implementation="xla"))
+    found = np.asarray(operations.by("xla").decompress(messages, places, layout=layout))
     first, last = found[:ROWS], found[-ROWS:]
     assert np.array_equal(first, last)
     np.testing.assert_allclose(first, rows, rtol=0, atol=1e-3)

@@ -47,13 +47,13 @@ def shapes_of(layout, dtype="float32") -> LocalRows:
 
 def all_operations(layout, implementation: str | None, local: LocalRows):
     """Run every operation once, each of which is one kernel."""
-    options = {"layout": layout, "implementation": implementation}
-    sent = operations.compress(local, 1, 0, **options)
-    sent = operations.hop(sent[None], local, 1, 1, **options)
+    run = operations.by(implementation)
+    sent = operations.compress(local, 1, 0, layout=layout, implementation=implementation)
+    sent = run.hop(sent[None], local, 1, 1, layout=layout)
     received = jnp.stack([sent, sent])
-    decoded = operations.decompress(received, local.places, **options)
-    added = operations.decompress_accumulate(received, local, 1, **options)
-    return sent, decoded, added, operations.statistics(local.rows, implementation=implementation)
+    decoded = run.decompress(received, local.places, layout=layout)
+    added = run.decompress_accumulate(received, local, 1, layout=layout)
+    return sent, decoded, added, run.statistics(local.rows)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_arrays_beyond_32_bit_indices_are_left_to_the_base(monkeypatch):
     with without_gpu("compile"):
         for rows, by_kernel in ((2**23 - 1, True), (2**23, False)):
             shape = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
-            traced = jax.jit(operations.statistics).trace(shape)
+            traced = jax.jit(operations.by().statistics).trace(shape)
             assert ("pallas_call[" in str(traced.jaxpr)) == by_kernel
         message = r"'triton' cannot run this: .* 2,147,483,648 elements"
         with pytest.raises(ValueError, match=message):
-            jax.eval_shape(functools.partial(operations.statistics, implementation="triton"), shape)
+            jax.eval_shape(operations.by("triton").statistics, shape)
 
 
 def test_messages_that_vector_memory_cannot_hold_are_left_to_the_base(monkeypatch):
@@ -203,7 +203,7 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(devices):
     with pytest.raises(ValueError, match="GPU"):
         choice.check("mosaic_gpu")
     with pytest.raises(ValueError, match="the default devices are not TPUs"):
-        operations.statistics(jnp.zeros((1, 256)), implementation="mosaic_tpu")
+        operations.by("mosaic_tpu").statistics(jnp.zeros((1, 256)))
     with pytest.raises(ValueError, match="implementation='cuda' is not a backend"):
         choice.check("cuda")
     for name in (None, "xla"):

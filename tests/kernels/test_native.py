@@ -205,7 +205,7 @@ def test_large_results_have_every_row(method, rows, data_mesh, monkeypatch):
     few=st.booleans(),
 )
 def test_words_are_sorted(shape, seed, few):
-    """Of every digit, and with equal ones, which `operations.sort` does not promise."""
+    """Of every digit, and with equal ones, which `Backend.sort` does not promise."""
     drawn = np.random.default_rng(seed).integers(0, 60 if few else 2**32, shape, np.uint32)
     words = drawn * np.uint32(71_582_789) if few else drawn
     np.testing.assert_array_equal(jax.jit(NATIVE.sort)(words), np.sort(words, axis=-1))

@@ -32,7 +32,7 @@ ROWS = np.ones((3, 256), np.float32)
 
 def norms(rows, implementation=None):
     """A function of its own for each program, so that none is traced before."""
-    return operations.statistics(rows, implementation=implementation)
+    return operations.by(implementation).statistics(rows)
 
 
 def program_of(function, *args) -> str:

@@ -31,7 +31,7 @@ pytestmark = [
 
 TRIAL = make_trial(Quantizer(**QUANTIZER), [0, *range(2, 17)] * 12)  # more than one block of rows
 LAYOUT, LOCAL = TRIAL.layout, jax.tree.map(jnp.asarray, TRIAL.local)
-hop = functools.partial(operations.hop, layout=LAYOUT, implementation="native")
+hop = functools.partial(operations.by("native").hop, layout=LAYOUT)
 NOTHING = np.zeros((0, LAYOUT.payload_bytes), np.uint8)
 NATIVE = BACKENDS["native"]
 FIRST = functools.cache(lambda: TRIAL.send(NATIVE))  # a message of each chunk
@@ -82,14 +82,14 @@ def test_a_loop_and_a_batch_return_what_single_calls_do():
     scanned = jax.lax.scan(lambda c, chunk: (c, of_chunk(chunk, 1)), 0, chunks)[1]
     np.testing.assert_array_equal(scanned, expected)
     rows = jnp.stack([LOCAL.rows, -LOCAL.rows])
-    norms = jax.vmap(functools.partial(operations.statistics, implementation="native"))(rows)
+    norms = jax.vmap(operations.by("native").statistics)(rows)
     np.testing.assert_array_equal(norms[0], norms[1])
 
 
 def test_donated_rows_are_read_before_they_are_written():
     def add(rows, payloads):
-        sums = operations.decompress_accumulate(
-            payloads, LOCAL._replace(rows=rows), 0, layout=LAYOUT, implementation="native"
+        sums = operations.by("native").decompress_accumulate(
+            payloads, LOCAL._replace(rows=rows), 0, layout=LAYOUT
         )
         return rows.at[: len(sums)].set(sums)
 
@@ -132,12 +132,12 @@ def test_a_chunk_or_a_table_that_is_not_there_is_an_error():
     with pytest.raises(jax.errors.JaxRuntimeError, match=there_is_none):
         jax.block_until_ready(hop(NOTHING, LOCAL, LAYOUT.num_chunks, 0))
     decompress = functools.partial(
-        operations.decompress_sums, FIRST(), Places(*LOCAL.places), layout=LAYOUT
+        operations.by("native").decompress_sums, FIRST(), Places(*LOCAL.places), layout=LAYOUT
     )
     no_place = f"table has place {LAYOUT.rows_per_chunk} of {LAYOUT.rows_per_chunk} rows"
     with pytest.raises(jax.errors.JaxRuntimeError, match=no_place):
         table = jnp.full_like(LOCAL.places.order, LAYOUT.rows_per_chunk)
-        jax.block_until_ready(decompress(table, implementation="native"))
+        jax.block_until_ready(decompress(table))
 
 
 def custom_calls() -> dict[str, tuple[dict, dict, dict]]:
@@ -220,8 +220,8 @@ def test_layouts_without_native_code_are_left_to_the_base():
     layout = method.layout(2560, num_chunks=1)
     assert choice.fastest(Backend.energies, layout=layout) == {"default": BASE}
     with pytest.raises(ValueError, match=r"implementation='native' cannot run this.*logarithm"):
-        operations.energies(
-            jnp.zeros((1, layout.payload_bytes), jnp.uint8), layout=layout, implementation="native"
+        operations.by("native").energies(
+            jnp.zeros((1, layout.payload_bytes), jnp.uint8), layout=layout
         )
 
 

@@ -19,10 +19,7 @@ TINY, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 # The base has a faster formula for usual values, and switches to the careful one by the block.
 functions = pytest.mark.parametrize(
     "norms",
-    (
-        jax.jit(functools.partial(l2_norm, axis=1)),
-        jax.jit(functools.partial(operations.statistics, implementation="xla")),
-    ),
+    (jax.jit(functools.partial(l2_norm, axis=1)), jax.jit(operations.by("xla").statistics)),
     ids=("l2_norm", "statistics"),
 )
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import modes, operations
+from pallas_kernels import choice, modes, operations
 from pallas_kernels.codec import Allocation, Layout, LocalRows, Quantizer, make_places
 
 SEED = np.array([123456789, 987654321], np.uint32)
@@ -55,5 +55,5 @@ def some_messages(layout: Layout, dtype: str, chunk: int, count: int) -> jax.Arr
 def run(backend: str, operation, *args, **static):
     """Run an operation by the kernels, interpreted, or by the base."""
     with modes.without_gpu("interpret"):
-        jitted = jax.jit(functools.partial(operation, implementation=backend, **static))
+        jitted = jax.jit(functools.partial(choice.run, backend, operation, **static))
         return jax.tree.map(np.asarray, jitted(*args))

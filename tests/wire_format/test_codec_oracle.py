@@ -82,12 +82,14 @@ CODECS = {
 every_codec = pytest.mark.parametrize("name", CODECS)
 
 
-def with_layout(operation):
-    return jax.jit(functools.partial(operation, implementation="xla"), static_argnames="layout")
-
-
-compress, hop, decompress = map(
-    with_layout, (operations.compress, operations.hop, operations.decompress)
+by_base = operations.by("xla")
+compress, hop, decompress = (
+    jax.jit(operation, static_argnames="layout")
+    for operation in (
+        functools.partial(operations.compress, implementation="xla"),
+        by_base.hop,
+        by_base.decompress,
+    )
 )
 
 
@@ -202,10 +204,10 @@ def test_blocks_leave_no_trace_in_the_message(monkeypatch, block):
 
     @jax.jit
     def blocked(payloads, local):
-        sums = operations.decompress_accumulate(payloads[:1], local, chunk, layout=layout)
-        sent = operations.hop(payloads[:1], local, chunk, 1, layout=layout)
-        values = operations.decompress(payloads, local.places, layout=layout)
-        return sent, values, sums, operations.statistics(local.rows)
+        sums = operations.by().decompress_accumulate(payloads[:1], local, chunk, layout=layout)
+        sent = operations.by().hop(payloads[:1], local, chunk, 1, layout=layout)
+        values = operations.by().decompress(payloads, local.places, layout=layout)
+        return sent, values, sums, operations.by().statistics(local.rows)
 
     monkeypatch.setitem(row_blocks._BLOCK_ROWS, "cpu", block)
     sent, values, sums, norms = map(np.asarray, blocked(payloads, local))
@@ -271,7 +273,7 @@ def whole(method: dq.DynamiQ, num_workers: int, topology: Ring | AllToAll):
     layout = method.layout(SIZE, num_workers)
 
     def local(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        norms = combine_norms(operations.statistics(layout.as_rows(gradient)), axis)
+        norms = combine_norms(operations.by().statistics(layout.as_rows(gradient)), axis)
         total = dq.psum(gradient, "data", key=key, method=dq.Compression(method, topology))
         return total, norms
 
