@@ -51,10 +51,10 @@ class Config:
     """Options of the benchmark."""
 
     islands: int = 4
-    rounds: int = 200
+    rounds: int = 120
     every: int = 30  # local steps
     seeds: int = 3
-    points: int = 20  # of a curve
+    points: int = 12  # of a curve
     save: bool = True  # write the result to benchmarks/results/islands_rounds.json
 
 

@@ -29,9 +29,9 @@ class MessageKind(NamedTuple):
 SPARSE_KINDS = tuple(
     MessageKind(Sparse(keep=keep).bits_a_coordinate, encode_ns, decode_ns, rounds, keep)
     for keep, encode_ns, decode_ns, rounds in (
-        (272, 1.5, 0.4, 1.04),
-        (124, 1.3, 0.3, 1.21),
-        (46, 1.3, 0.2, 1.69),
+        (272, 1.5, 0.4, 1.07),
+        (124, 1.3, 0.3, 1.23),
+        (46, 1.3, 0.2, 1.74),
     )
 )
 SPARSE = SPARSE_KINDS[1]  # of the default settings
