@@ -102,15 +102,17 @@ class Marker:
 
     def _mark(self, program: Any, rows: Sequence[RowHint]) -> tuple[Any, list[RowHint]]:
         opened, constants = equations.opened(program)
-        closed_over = map(self._of_constant, constants)
-        known = dict(
-            zip(opened.constvars, map(self._typed, opened.constvars, closed_over), strict=True)
+        closed_over = map(
+            self._typed, opened.constvars, map(self._placed, map(_sharding_of, constants))
         )
+        known = dict(zip(opened.constvars, closed_over, strict=True))
         known.update(zip(opened.invars, rows, strict=True))
 
         def rows_of(atoms: Sequence[Any]) -> list[RowHint]:
             return [
-                known.get(a, RowHint()) if equations.is_variable(a) else self._of_constant(a)
+                known.get(a, RowHint())
+                if equations.is_variable(a)
+                else self._placed(_sharding_of(a))
                 for a in atoms
             ]
 
@@ -124,12 +126,6 @@ class Marker:
         if isinstance(program, ClosedJaxpr) and program is not opened:
             result = ClosedJaxpr(result, constants)
         return result, rows_of(opened.outvars)
-
-    def _of_constant(self, constant: Any) -> RowHint:
-        """Return the rows of an array that the program closes over."""
-        sharding = _sharding_of(constant)
-        is_placed = isinstance(sharding, NamedSharding)
-        return hint_of_spec(sharding.spec, self._workers) if is_placed else RowHint()
 
     def _typed(self, variable: Any, rows: RowHint) -> RowHint:
         """Return the rows of a value. On explicit axes, its type has those that were lost."""
@@ -149,7 +145,7 @@ class Marker:
         if any(self._workers.axis in part.sizes or self._is_elsewhere(part) for part in parts):
             specs = equation.params["out_specs"]
             return equation, [hint_of_spec(spec, self._workers) for spec in specs]
-        rows = self._placed(equation.params.get("in_shardings"), rows)
+        rows = self._all_placed(equation.params.get("in_shardings"), rows)
         marked, of_each = {}, []
         for part in parts:
             if part.has_outputs:
@@ -159,7 +155,7 @@ class Marker:
             next((each for each in of_output if each.dims), of_output[0])
             for of_output in zip(*of_each, strict=True)
         ]
-        results = self._placed(equation.params.get("out_shardings"), results)
+        results = self._all_placed(equation.params.get("out_shardings"), results)
         return equations.with_programs(equation, marked), results
 
     def _is_elsewhere(self, part: StepProgram) -> bool:
@@ -242,14 +238,15 @@ class Marker:
         kept = (dim for dim in rows.dims if spec[dim] is PartitionSpec.UNCONSTRAINED)
         return moved if moved.dims or moved.lost else RowHint(tuple(kept))
 
-    def _placed(self, shardings: Sequence[Any] | None, rows: list[RowHint]) -> list[RowHint]:
+    def _placed(self, sharding: Any, otherwise: RowHint = RowHint()) -> RowHint:
+        """Return the rows of a value with a sharding, where one is given."""
+        is_given = isinstance(sharding, NamedSharding)
+        return hint_of_spec(sharding.spec, self._workers) if is_given else otherwise
+
+    def _all_placed(self, shardings: Sequence[Any] | None, rows: list[RowHint]) -> list[RowHint]:
         """Return the rows of values with the shardings of a function, where these are given."""
-        return [
-            hint_of_spec(sharding.spec, self._workers)
-            if isinstance(sharding, NamedSharding)
-            else each
-            for sharding, each in zip(shardings or [None] * len(rows), rows, strict=True)
-        ]
+        given = shardings or [None] * len(rows)
+        return [self._placed(*pair) for pair in zip(given, rows, strict=True)]
 
 
 def _is_one_number(equation: Equation, rows: Sequence[RowHint]) -> bool:
